@@ -1,0 +1,88 @@
+"""Printing for the command line: one JSON document, or tables for people.
+
+On a terminal tables are drawn by rich; elsewhere they keep the same text without colour, wide
+enough that no column is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+PLAIN_WIDTH = 160
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout; paths, dtypes and the like become text."""
+    print(json.dumps(document, indent=2, default=str))
+
+
+def print_line(text: str = "") -> None:
+    """One line of text, as it is."""
+    print(text, flush=True)
+
+
+def print_facts(title: str, facts: Mapping[str, Any]) -> None:
+    """A title and one `name  value` line a fact."""
+    print_line(title)
+    width = max((len(name) for name in facts), default=0)
+    for name, value in facts.items():
+        print_line(f"  {name:<{width}}  {value}")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table; columns whose every cell is a number are right-aligned."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    cells = [[_cell(value) for value in row] for row in rows]
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        numeric = all(_is_number(row[index]) for row in cells) and bool(cells)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*row)
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    console.print(table, markup=False)
+
+
+def bar(share: float, width: int = 20) -> str:
+    """A bar of `share` in [0, 1]."""
+    filled = round(max(0.0, min(1.0, share)) * width)
+    return "█" * filled + "·" * (width - filled)
+
+
+def human_bytes(count: float) -> str:
+    """Bytes as B, KiB, MiB, GiB or TiB with three digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def human_count(count: float) -> str:
+    """A count as 950, 40.9 K, 134.5 M or 1.43 B."""
+    for limit, divisor, unit in ((1e3, 1, ""), (1e6, 1e3, " K"), (1e9, 1e6, " M"), (1e12, 1e9, " B")):
+        if abs(count) < limit:
+            return f"{count / divisor:.4g}{unit}"
+    return f"{count / 1e12:.4g} T"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text.removesuffix("%"))
+    except ValueError:
+        return text == "-"
+    return True

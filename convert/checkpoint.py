@@ -1,0 +1,114 @@
+"""Students on disk: transformers' own layout, a shim for AutoModel, and where the student came from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
+from ltconvert.errors import UserError
+
+PROVENANCE = "provenance.json"
+_SHIM_NAME = "lt2_student"
+_SHIM = '''"""Points transformers at the installed ltconvert package."""
+
+from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
+
+__all__ = ["LT2Config", "LT2ForCausalLM"]
+'''
+_AUTO_MAP = {
+    "AutoConfig": f"{_SHIM_NAME}.LT2Config",
+    "AutoModelForCausalLM": f"{_SHIM_NAME}.LT2ForCausalLM",
+}
+
+
+def save_student(
+    model: LT2ForCausalLM,
+    tokenizer: Any | None,
+    folder: str | Path,
+    provenance: Mapping[str, Any],
+    *,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write a student whole, then rename: the folder is either the old one or the new one.
+
+    Loads with ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` where ltconvert
+    is installed, and with ``load_student``.
+
+    Raises:
+        UserError: the disk refuses.
+    """
+    folder = Path(folder)
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        model.config.auto_map = dict(_AUTO_MAP)
+        model.save_pretrained(partial, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        (partial / f"{_SHIM_NAME}.py").write_text(_SHIM)
+        (partial / PROVENANCE).write_text(json.dumps(dict(provenance), indent=2, default=str) + "\n")
+        replace_folder(partial, folder)
+    except OSError as error:
+        raise UserError(f"cannot write the student to {folder}: {error}; free space or choose another --out") from error
+    return folder
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Put ``new`` in the place of ``target``; at every moment one whole folder stands there or beside it."""
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_student(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> LT2ForCausalLM:
+    """A saved student, in eval mode.
+
+    Args:
+        dtype: of the parameters; by default that of the files.
+
+    Raises:
+        UserError: the folder holds no student, or its files are broken.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no student (no config.json); give the folder that `distill` wrote")
+    try:
+        config = LT2Config.from_pretrained(folder)
+        model, info = LT2ForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype or "auto", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise UserError(f"cannot load the student in {folder}: {_first_line(error)}") from error
+    except Exception as error:  # safetensors raises a type of its own that derives from Exception
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise UserError(f"broken weights in {folder}: {_first_line(error)}; copy or make them again") from error
+    wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
+    if wrong:
+        raise UserError(f"{folder}: {len(wrong)} tensors do not match the config, first {wrong[0]}")
+    return model.to(device).eval()
+
+
+def read_provenance(folder: str | Path) -> dict[str, Any]:
+    """Where a student came from; empty for a folder without that file."""
+    path = Path(folder) / PROVENANCE
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

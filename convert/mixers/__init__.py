@@ -1,0 +1,45 @@
+"""Token mixers: one file each, one interface for all.
+
+A mixer is a module with ``forward(x_BTC, context, cache_layer) -> y_BTC`` (after the pre norm, up to
+and including the output projection), ``kind``, and ``inherit(teacher tensors) -> its own tensors``.
+"""
+
+from __future__ import annotations
+
+from ltconvert.convert.mixers.attention import Attention, Projections, WindowAttention
+from ltconvert.convert.mixers.context import SequenceContext
+from ltconvert.convert.mixers.gdn import GatedDeltaNet
+from ltconvert.convert.teachers.spec import TeacherSpec
+
+MIXERS: dict[str, type[Projections]] = {
+    "full": Attention,
+    "window": WindowAttention,
+    "gdn": GatedDeltaNet,
+}
+
+__all__ = ["MIXERS", "Projections", "SequenceContext", "make_mixer"]
+
+
+def make_mixer(
+    kind: str,
+    spec: TeacherSpec,
+    layer: int,
+    *,
+    window_tokens: int,
+    conv_size: int | None,
+    sdpa_gate: bool,
+) -> Projections:
+    """A mixer for one physical layer.
+
+    Raises:
+        ValueError: ``kind`` is not one of MIXERS.
+    """
+    if kind not in MIXERS:
+        raise ValueError(f"unknown mixer {kind!r}; choose one of {', '.join(MIXERS)}")
+    if kind == "gdn":
+        return GatedDeltaNet(spec, layer, conv_size=conv_size)
+    window = spec.layer_windows[layer]
+    if kind == "window":
+        window = min(window_tokens, window or window_tokens)
+        return WindowAttention(spec, layer, window=window, sdpa_gate=False)
+    return Attention(spec, layer, window=window, sdpa_gate=sdpa_gate)

@@ -1,0 +1,121 @@
+"""Projections shared by all mixers, and softmax attention, full or windowed.
+
+Shape letters: B rows, T new tokens, S keys, C hidden width, H query heads, G key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import CacheLayerMixin
+
+from ltconvert.convert.mixers.context import SequenceContext
+from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.rope import apply_rope
+from ltconvert.convert.teachers.spec import TeacherSpec
+
+
+class Projections(nn.Module):
+    """q, k, v and output projections with the biases and q/k norms that a family has.
+
+    Args:
+        spec: the architecture.
+        num_key_value_heads: G; the teacher's own count, or H once the heads are expanded.
+    """
+
+    def __init__(self, spec: TeacherSpec, num_key_value_heads: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.num_heads, self.head_dim = spec.num_attention_heads, spec.head_dim
+        self.num_key_value_heads = num_key_value_heads
+        query_width = self.num_heads * self.head_dim
+        key_width = num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(spec.hidden_size, query_width, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(spec.hidden_size, key_width, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(spec.hidden_size, key_width, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(query_width, spec.hidden_size, bias=spec.o_bias)
+        if spec.qk_norm is not None:
+            per_head = spec.qk_norm == "head"
+            sizes = (self.head_dim, self.head_dim) if per_head else (query_width, key_width)
+            self.q_norm = RMSNorm(sizes[0], spec.rms_norm_eps, spec.norm_offset)
+            self.k_norm = RMSNorm(sizes[1], spec.rms_norm_eps, spec.norm_offset)
+
+    def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, D], keys and values [B, T, G, D], before any position."""
+        q, k, v = self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC)
+        if self.spec.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        if self.spec.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+
+class Attention(Projections):
+    """Causal softmax attention with the teacher's own window, positions and soft cap.
+
+    With ``sdpa_gate`` the head outputs are multiplied by ``2 * sigmoid(W_g x)``, ``W_g = 0`` at the
+    start: the identity (arXiv 2605.20670 uses ``sigmoid``, which starts at 0.5 and is not).
+    """
+
+    kind = "full"
+
+    def __init__(self, spec: TeacherSpec, layer: int, *, window: int | None, sdpa_gate: bool) -> None:
+        super().__init__(spec, spec.num_key_value_heads)
+        self.rope_name = spec.layer_rope[layer]
+        self.window = window
+        if sdpa_gate:
+            width = self.num_heads * self.head_dim
+            self.gate_proj = nn.Linear(spec.hidden_size, width, bias=False)
+            nn.init.zeros_(self.gate_proj.weight)
+
+    def inherit(self, teacher: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All of the teacher's tensors, as they are."""
+        return teacher
+
+    def forward(
+        self, x_BTC: Tensor, context: SequenceContext, cache_layer: CacheLayerMixin | None = None
+    ) -> Tensor:
+        """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
+        q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC))
+        if self.rope_name is not None:
+            cos, sin = context.rope[self.rope_name]
+            q_BHTD, k_BGSD = apply_rope(q_BHTD, cos, sin), apply_rope(k_BGSD, cos, sin)
+        if cache_layer is not None:
+            k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
+        o_BHTD = self.attend(q_BHTD, k_BGSD, v_BGSD, context)
+        o_BTM = o_BHTD.transpose(1, 2).flatten(2)
+        if hasattr(self, "gate_proj"):
+            o_BTM = o_BTM * (2.0 * torch.sigmoid(self.gate_proj(x_BTC)))
+        return self.o_proj(o_BTM)
+
+    def attend(self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, context: SequenceContext) -> Tensor:
+        """softmax(q.k) v for every query, [B, H, T, D]."""
+        group = self.num_heads // self.num_key_value_heads
+        k_BHSD, v_BHSD = (y.repeat_interleave(group, dim=1) for y in (k_BGSD, v_BGSD))
+        mask = context.attention_mask(self.window, k_BHSD.shape[2])
+        scale = self.spec.attention_scale
+        if self.spec.attention_softcap is None:
+            return F.scaled_dot_product_attention(
+                q_BHTD, k_BHSD, v_BHSD, attn_mask=mask, is_causal=mask is None and q_BHTD.shape[2] > 1, scale=scale
+            )
+        return _capped_attention(q_BHTD, k_BHSD, v_BHSD, mask, scale, self.spec.attention_softcap)
+
+
+class WindowAttention(Attention):
+    """Softmax attention over the last ``window`` tokens (the token itself counted)."""
+
+    kind = "window"
+
+
+def _capped_attention(
+    q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, scale: float, cap: float
+) -> Tensor:
+    """Attention whose scores pass through ``cap * tanh(s / cap)``; SDPA has no such hook."""
+    scores = (q_BHTD @ k_BHSD.transpose(-1, -2)).float() * scale
+    scores = cap * torch.tanh(scores / cap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return weights.to(v_BHSD.dtype) @ v_BHSD

@@ -1,0 +1,32 @@
+"""RMSNorm as every family here uses it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * (weight + offset)`` over the last axis, in fp32 inside (arXiv 1910.07467).
+
+    Args:
+        size: length of the last axis.
+        eps: added to the mean square.
+        offset: 1.0 where the checkpoint stores ``weight - 1`` (Gemma), else 0.0.
+    """
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
+        self.eps = eps
+        self.offset = offset
+
+    def reset_parameters(self) -> None:
+        """Start as a plain normalisation."""
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        weight = self.weight.float() + self.offset
+        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)

@@ -1,0 +1,1 @@
+"""Students: config and model of each kind."""

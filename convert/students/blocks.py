@@ -1,0 +1,81 @@
+"""The decoder layer of every family: a mixer branch and an MLP branch with their norms."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from ltconvert.convert.mixers import Projections, SequenceContext
+from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.teachers.spec import TeacherSpec
+
+
+class GatedMLP(nn.Module):
+    """``down(act(gate x) * up x)``."""
+
+    def __init__(self, spec: TeacherSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.activation = ACT2FN[spec.hidden_act]
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """x [B, T, C] -> [B, T, C]."""
+        return self.down_proj(self.activation(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+
+
+class DecoderLayer(nn.Module):
+    """``h += mixer branch; h += MLP branch``, norms before, after or around each branch.
+
+    The branches are methods, since the alignment of a mixer needs what goes into it and what it
+    adds to the residual stream.
+    """
+
+    def __init__(self, spec: TeacherSpec, mixer: Projections) -> None:
+        super().__init__()
+
+        def norm(wanted: bool) -> nn.Module:
+            if not wanted:
+                return nn.Identity()
+            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
+
+        before, after = spec.norm_layout != "post", spec.norm_layout != "pre"
+        self.pre_mixer_norm = norm(before)
+        self.mixer = mixer
+        self.post_mixer_norm = norm(after)
+        self.pre_mlp_norm = norm(before)
+        self.mlp = GatedMLP(spec)
+        self.post_mlp_norm = norm(after)
+
+    def mixer_input(self, h_BTC: Tensor) -> Tensor:
+        """What the mixer reads."""
+        return self.pre_mixer_norm(h_BTC)
+
+    def mixer_contribution(self, y_BTC: Tensor) -> Tensor:
+        """What a mixer's output adds to the residual stream."""
+        return self.post_mixer_norm(y_BTC)
+
+    def mixer_branch(
+        self,
+        h_BTC: Tensor,
+        context: SequenceContext,
+        cache_layer: CacheLayerMixin | LinearAttentionCacheLayerMixin | None = None,
+    ) -> Tensor:
+        """The mixer's contribution to the residual stream, [B, T, C]."""
+        return self.mixer_contribution(self.mixer(self.mixer_input(h_BTC), context, cache_layer))
+
+    def mlp_branch(self, h_BTC: Tensor) -> Tensor:
+        """The MLP's contribution to the residual stream, [B, T, C]."""
+        return self.post_mlp_norm(self.mlp(self.pre_mlp_norm(h_BTC)))
+
+    def forward(
+        self,
+        h_BTC: Tensor,
+        context: SequenceContext,
+        cache_layer: CacheLayerMixin | LinearAttentionCacheLayerMixin | None = None,
+    ) -> Tensor:
+        """h [B, T, C] -> [B, T, C]."""
+        h_BTC = h_BTC + self.mixer_branch(h_BTC, context, cache_layer)
+        return h_BTC + self.mlp_branch(h_BTC)

@@ -1,0 +1,62 @@
+"""The cache of a looped model: one of transformers' own cache layers a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
+
+
+class LoopCache(Cache):
+    """Cache with a slot for every visit of a layer, ``slot = loop * N + layer`` in a plain loop.
+
+    It counts its tokens itself, since a model whose layers are all linear has no layer that does.
+
+    Args:
+        layer_types: transformers' name of the cache of each slot.
+        windows: window in tokens of each slot; read where the type is ``sliding_attention``.
+    """
+
+    def __init__(self, layer_types: Sequence[str], windows: Sequence[int | None]) -> None:
+        super().__init__(layers=[_layer(t, w) for t, w in zip(layer_types, windows, strict=True)])
+        self.num_tokens = 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: the key/value layers grow."""
+        return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen so far, padding included; the same for every slot."""
+        return self.num_tokens
+
+    def advance(self, num_tokens: int) -> None:
+        """Count tokens that all slots have taken in."""
+        self.num_tokens += num_tokens
+
+    def reset(self) -> None:
+        """Forget everything, keep the objects."""
+        super().reset()
+        self.num_tokens = 0
+
+
+def _layer(layer_type: str, window: int | None) -> CacheLayer:
+    if layer_type == "full_attention":
+        return DynamicLayer()
+    if layer_type == "linear_attention":
+        return LinearAttentionLayer()
+    if layer_type == "sliding_attention":
+        assert window is not None
+        return DynamicSlidingWindowLayer(sliding_window=window)
+    raise ValueError(
+        f"no cache layer for layer type {layer_type!r}; known: full_attention, linear_attention, sliding_attention"
+    )

@@ -1,0 +1,64 @@
+"""The order in which a looped model visits its layers; a dense model is the case of one loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """One visit of a physical layer.
+
+    Attributes:
+        slot: index of the visit in execution order, and of its cache layer.
+        layer: the physical layer.
+        loop: which pass of the core; 0 in the prelude, ``loops - 1`` in the coda.
+        opens_loop, closes_loop: the visit is the first or last of its pass of the core.
+    """
+
+    slot: int
+    layer: int
+    loop: int
+    opens_loop: bool
+    closes_loop: bool
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """All that passes from one visit to the next; a run can go on from any saved state.
+
+    Attributes:
+        h_BTC: the residual stream.
+        loop_in_BTC: the residual stream at the start of the current loop (for the loop residual).
+        loop_states: the normed stream [B, T, C] after each finished loop.
+    """
+
+    h_BTC: Tensor
+    loop_in_BTC: Tensor
+    loop_states: tuple[Tensor, ...] = ()
+
+    def with_stream(self, h_BTC: Tensor) -> LoopState:
+        """The same state with another residual stream."""
+        return replace(self, h_BTC=h_BTC)
+
+
+def make_schedule(num_layers: int, num_loops: int, prelude: int = 0, coda: int = 0) -> tuple[Step, ...]:
+    """Prelude once, core ``num_loops`` times, coda once.
+
+    Raises:
+        ValueError: prelude and coda leave no core, or there is no loop.
+    """
+    core = num_layers - prelude - coda
+    if core < 1 or num_loops < 1:
+        raise ValueError(
+            f"{prelude} prelude and {coda} coda layers of {num_layers} leave {core} to loop {num_loops} times; "
+            "at least one layer and one loop are needed"
+        )
+    visits = [(layer, 0, False, False) for layer in range(prelude)]
+    for loop in range(num_loops):
+        for layer in range(prelude, prelude + core):
+            visits.append((layer, loop, layer == prelude, layer == prelude + core - 1))
+    visits += [(layer, num_loops - 1, False, False) for layer in range(prelude + core, num_layers)]
+    return tuple(Step(slot, *visit) for slot, visit in enumerate(visits))

@@ -1,0 +1,1 @@
+"""Teachers: their architecture (TeacherSpec), their families and how they are loaded."""

@@ -1,0 +1,69 @@
+"""RoPE parameters out of a published config, in the old form and in that of transformers 5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ltconvert.convert.mixers.rope import check_rope
+from ltconvert.convert.teachers.family import Config
+
+ONE_ROPE = "default"
+_KEEP_ORIGINAL_LENGTH = ("llama3", "yarn")
+
+
+def read_rope(
+    config: Config,
+    *,
+    layer_types: list[str],
+    head_dim: int,
+    max_positions: int,
+    default_theta: float = 10_000.0,
+) -> tuple[dict[str, dict[str, Any]], tuple[str | None, ...]]:
+    """``(rope, layer_rope)`` as TeacherSpec holds them.
+
+    Forms understood: ``rope_parameters`` (one dict, or one a layer type, where null means a layer
+    type without positions), and the older ``rope_theta`` with ``rope_scaling`` (null, a scaling,
+    or a dict that only says ``default``; its type under ``rope_type`` or ``type``).
+
+    Raises:
+        UserError: a RoPE that ltconvert does not compute.
+    """
+    parameters = config.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        rope = {
+            name: complete_rope(config, value, head_dim, max_positions, default_theta)
+            for name, value in parameters.items()
+            if value is not None and name in layer_types
+        }
+        return rope, tuple(kind if kind in rope else None for kind in layer_types)
+    merged = {**parameters, **(config.get("rope_scaling") or {})}
+    one = complete_rope(config, merged, head_dim, max_positions, default_theta)
+    return {ONE_ROPE: one}, (ONE_ROPE,) * len(layer_types)
+
+
+def complete_rope(
+    config: Config,
+    parameters: dict[str, Any],
+    head_dim: int,
+    max_positions: int,
+    default_theta: float,
+) -> dict[str, Any]:
+    """One RoPE dict with the type, the base and all lengths filled in, checked.
+
+    The order of precedence is transformers': the dict itself, the config's own keys, the
+    family's default; a top-level ``original_max_position_embeddings`` beats the dict's.
+    """
+    rope = {key: value for key, value in parameters.items() if value is not None}
+    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    rope.setdefault("rope_theta", config.get("rope_theta") or default_theta)
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial is not None:
+        rope["partial_rotary_factor"] = partial
+    if rope["rope_type"] in _KEEP_ORIGINAL_LENGTH:
+        original = config.get("original_max_position_embeddings")
+        original = original or rope.get("original_max_position_embeddings") or max_positions
+        rope["original_max_position_embeddings"] = original
+        rope.setdefault("factor", max_positions / original)
+    check_rope(rope, head_dim)
+    return rope

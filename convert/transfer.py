@@ -1,0 +1,144 @@
+"""Teacher tensors -> student tensors: each used exactly once or listed as new, else an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ltconvert.convert.mixers import Projections
+from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
+from ltconvert.convert.teachers.spec import TeacherSpec
+
+
+def build_student(
+    teacher: LT2ForCausalLM,
+    mixers: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    share: bool = False,
+    dtype: torch.dtype | None = None,
+) -> LT2ForCausalLM:
+    """A student with the given mixer in each physical layer, started from the teacher.
+
+    Args:
+        mixers: one of ``MIXERS`` a physical layer.
+        options: keywords of ``LT2Config.from_spec`` (``conv_size``, ``window_tokens``, ``loops`` ...).
+        share: let the tensors that both have in common be the same memory (for stages that train
+            mixers only); otherwise the student owns copies.
+        dtype: of the student's own tensors; the teacher's by default. Needs ``share=False`` to reach
+            the common ones.
+
+    Raises:
+        ValueError: a teacher tensor has no place in the student, or a mixer is unknown.
+    """
+    config = LT2Config.from_spec(teacher.config.spec(), mixers, **(options or {}))
+    dtype = dtype or teacher.dtype
+    with torch.device("meta"):
+        student = LT2ForCausalLM(config)
+    own: dict[str, Tensor] = {}
+    for layer, kind in enumerate(config.mixers):
+        mixer = inherited_mixer(student.model, kind, teacher, layer, dtype=dtype, copy=not share)
+        student.model.layers[layer].mixer = mixer
+    for name, value in _outside_mixers(teacher):
+        own[name] = value.detach() if share else value.detach().clone().to(dtype)
+    if config.loop_residual:
+        own["model.loop_residual"] = torch.zeros(
+            student.model.loop_residual.shape, dtype=dtype, device=teacher.device
+        )
+    _assign(student, own)
+    student.tie_weights()
+    student.generation_config = teacher.generation_config
+    return student.train(teacher.training)
+
+
+def inherited_mixer(
+    model: LT2Model,
+    kind: str,
+    teacher: LT2ForCausalLM,
+    layer: int,
+    *,
+    dtype: torch.dtype | None = None,
+    copy: bool = True,
+) -> Projections:
+    """A mixer of ``model``'s options for one layer, its tensors taken from the teacher's mixer.
+
+    Raises:
+        ValueError: the mixer has no place for one of the teacher's tensors.
+    """
+    source = teacher.model.layers[layer].mixer
+    mixer = model.make_mixer(kind, layer).to(device=teacher.device, dtype=dtype or teacher.dtype)
+    inherited = mixer.inherit({name: value.detach() for name, value in source.state_dict().items()})
+    known = mixer.state_dict()
+    lost = sorted(set(inherited) - set(known))
+    if lost:
+        raise ValueError(f"layer {layer}: a {kind} mixer has no place for the teacher's {', '.join(lost)}")
+    if kind == source.kind and not copy:
+        mixer.load_state_dict({**known, **inherited}, assign=True)
+    else:
+        mixer.load_state_dict({**known, **inherited})
+    return mixer
+
+
+def new_tensors(student: LT2ForCausalLM, teacher: LT2ForCausalLM) -> list[str]:
+    """Names of the student's tensors that the teacher does not have."""
+    known = {name for name, _ in teacher.named_parameters()}
+    return sorted(name for name, _ in student.named_parameters() if name not in known)
+
+
+def restore_full(student: LT2ForCausalLM, teacher: LT2ForCausalLM, layers: Iterable[int]) -> None:
+    """Put the teacher's full attention back into physical layers of the student, in every loop."""
+    mixers = list(student.config.mixers)
+    for layer in layers:
+        mixers[layer] = "full"
+        student.model.layers[layer].mixer = inherited_mixer(
+            student.model, "full", teacher, layer, dtype=student.dtype
+        )
+    student.config.set_mixers(mixers)
+
+
+@contextmanager
+def swapped(model: LT2ForCausalLM, layer: int, mixer: nn.Module) -> Iterator[None]:
+    """Another mixer in one physical layer (all loops) for uncached passes within the block."""
+    holder = model.model.layers[layer]
+    kept = holder.mixer
+    holder.mixer = mixer
+    try:
+        yield
+    finally:
+        holder.mixer = kept
+
+
+def _outside_mixers(teacher: LT2ForCausalLM) -> Iterator[tuple[str, Tensor]]:
+    for name, value in teacher.named_parameters():  # a tied head appears once, as the embedding
+        if ".mixer." not in name:
+            yield name, value
+
+
+def _assign(student: LT2ForCausalLM, own: dict[str, Tensor]) -> None:
+    missing, unexpected = student.load_state_dict(own, strict=False, assign=True)
+    tied = {"lm_head.weight"} if student.config.tie_word_embeddings else set()
+    lost = sorted(name for name in set(missing) - tied if ".mixer." not in name)
+    if unexpected or lost:
+        raise ValueError(
+            f"teacher and student do not match: no place for {sorted(unexpected)}, no value for {lost}"
+        )
+
+
+def student_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of ``LT2Config.from_spec`` from a recipe's student settings.
+
+    Raises:
+        ValueError: more loops than the teacher has, or no core left between prelude and coda.
+    """
+    names = ("window_tokens", "short_conv", "conv_size", "sdpa_gate", "loop_residual", "loops")
+    options = {name: settings[name] for name in (*names, "prelude_layers", "coda_layers")}
+    loops = options["loops"] or spec.num_loops
+    if loops > spec.num_loops:
+        raise ValueError(
+            f"student.loops is {loops}, the teacher runs {spec.num_loops}; choose 1 to {spec.num_loops}"
+        )
+    return options

@@ -1,0 +1,170 @@
+"""Stage `logits`: all parameters of the student learn the teacher's next-token distribution.
+
+Both models hand over their final hidden states; the divergence is computed head and all in chunks
+(``kernels.linear_kl``), so the logits of the two models never stand in memory whole. Every token
+counts that is no padding, to the end of the row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ltconvert.convert.students.lt2 import LT2ForCausalLM, LT2Output
+from ltconvert.distill.align import is_converted
+from ltconvert.distill.data import Batch, PackedStream
+from ltconvert.distill.stage import StageInputs, StageResult
+from ltconvert.distill.trainer import train
+from ltconvert.kernels.linear_kl import LinearKL, linear_kl
+from ltconvert.recipes.schema import LogitsSettings
+
+
+class LogitsObjective:
+    """``kl_weight * KL + ce_weight * CE`` per token, all parameters of the student train.
+
+    A looped student learns the KL of every loop (its loop t against the teacher's loop t) during
+    ``loop_warmup_share`` of the steps, and that of the last loop alone from then on.
+
+    Args:
+        teacher: frozen; runs without gradients.
+        student: shares no tensor with the teacher.
+    """
+
+    def __init__(
+        self, teacher: LT2ForCausalLM, student: LT2ForCausalLM, settings: LogitsSettings
+    ) -> None:
+        self.teacher, self.module, self.settings = teacher, student, settings
+        student.requires_grad_(True)
+        # The exit gate does not enter the loss: left trainable, it would only be decayed.
+        if student.model.exit_gate is not None:
+            student.model.exit_gate.requires_grad_(False)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Converted mixers at ``mixer_lr``; everything else, kept attention too, at ``lr``."""
+        layers = self.module.model.layers
+        mixers = [
+            parameter
+            for i, layer in enumerate(layers)
+            if is_converted(self.module, i)
+            for parameter in layer.mixer.parameters()
+        ]
+        own = {id(parameter) for parameter in mixers}
+        rest = [p for p in self.module.parameters() if p.requires_grad and id(p) not in own]
+        groups = [
+            {"name": "mixers", "params": mixers, "lr": self.settings.mixer_lr},
+            {"name": "rest", "params": rest, "lr": self.settings.lr},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def train_step(
+        self, batch: Batch, backward: Callable[[Tensor], None], progress: float
+    ) -> dict[str, Tensor]:
+        """One forward of each model, one backward; metrics ``loss``, ``kl`` and ``ce`` in nats a token."""
+        with torch.no_grad():
+            teacher = _hidden(self.teacher, batch)
+        student = _hidden(self.module, batch)
+        last = self._compare(student.last_hidden_state, teacher.last_hidden_state, batch)
+        loss = last.loss
+        if progress < self.settings.loop_warmup_share:
+            loss = loss + self._earlier_loops(student, teacher, batch)
+        backward(loss)
+        return {"loss": loss.detach(), "kl": last.kl, "ce": last.ce}
+
+    def _earlier_loops(self, student: LT2Output, teacher: LT2Output, batch: Batch) -> Tensor | float:
+        """Sum of the KL of all loops but the last; nothing where the two loop differently."""
+        pairs = list(zip(student.loop_states[:-1], teacher.loop_states[:-1], strict=False))
+        if len(student.loop_states) != len(teacher.loop_states):
+            return 0.0
+        return sum((self._compare(s, t, batch, ce=False).loss for s, t in pairs), start=0.0)
+
+    def _compare(
+        self, student_BTC: Tensor, teacher_BTC: Tensor, batch: Batch, *, ce: bool = True
+    ) -> LinearKL:
+        """KL (and CE) of two hidden states through the models' own heads."""
+        settings = self.settings
+        heads = self.module.head_weight, self.teacher.head_weight
+        return linear_kl(
+            student_BTC.flatten(0, 1),
+            heads[0],
+            teacher_BTC.flatten(0, 1),
+            heads[1],
+            mask_N=batch.keep_BT.flatten(),
+            labels_N=batch.labels_BT.flatten() if ce and settings.ce_weight else None,
+            temperature=settings.temperature,
+            divergence=settings.divergence,
+            beta=settings.jsd_beta,
+            kl_weight=settings.kl_weight,
+            ce_weight=settings.ce_weight if ce else 0.0,
+            student_softcap=self.module.config.final_softcap,
+            teacher_softcap=self.teacher.config.final_softcap,
+            vocab_size=min(head.shape[0] for head in heads),
+        )
+
+
+def _hidden(model: LT2ForCausalLM, batch: Batch) -> LT2Output:
+    """Final and per-loop hidden states of a packed batch."""
+    padded = not bool(batch.keep_BT.all())
+    return model.model(
+        batch.input_ids_BT,
+        attention_mask=batch.keep_BT if padded else None,
+        segment_ids=batch.segment_ids_BT,
+        use_cache=False,
+    )
+
+
+@torch.no_grad()
+def cast_linears(model: LT2ForCausalLM, dtype: torch.dtype) -> None:
+    """Keep the weights of a frozen model's linear layers in ``dtype``, in place.
+
+    Under autocast to ``dtype`` this changes no bit of any result, since autocast rounds the same
+    weights the same way on every use; it halves the weights' memory and saves that rounding.
+    Embeddings and norms stay: the residual stream keeps its precision. So does a tied head.
+    """
+    embedding = model.model.embed_tokens.weight
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight is not embedding:
+            module.to(dtype)
+
+
+def prepare(inputs: StageInputs, settings: LogitsSettings) -> LogitsObjective:
+    """The objective on a student of its own, teacher cast for the run's precision."""
+    student = copy.deepcopy(inputs.student).float()
+    if inputs.precision == "bf16":
+        cast_linears(inputs.teacher.model, torch.bfloat16)
+    if settings.gradient_checkpointing:
+        student.gradient_checkpointing_enable()
+    return LogitsObjective(inputs.teacher.model, student, settings)
+
+
+def run(
+    settings: LogitsSettings, inputs: StageInputs, stage_dir: Path, *, stage: str = "logits"
+) -> StageResult:
+    """Distil the teacher's logits into ``inputs.student``; resumes from ``stage_dir`` by itself."""
+    objective = prepare(inputs, settings)
+    stream = PackedStream(
+        inputs.recipe.data,
+        inputs.tokenizer,
+        split="train",
+        seq_len_tokens=settings.seq_len_tokens,
+        rows=settings.micro_batch_rows,
+        seed=inputs.seed,
+    )
+    trained = train(
+        objective,
+        stream,
+        settings,
+        stage=stage,
+        stage_dir=stage_dir,
+        log=inputs.log,
+        precision=inputs.precision,
+        device=inputs.device,
+        seed=inputs.seed,
+    )
+    objective.module.gradient_checkpointing_disable()
+    facts = {"tokens": trained.tokens, "steps": trained.steps, "seconds": trained.seconds}
+    return StageResult(objective.module.eval().requires_grad_(False), facts=facts)

@@ -1,0 +1,1 @@
+"""How layers are ranked: one file a method, all called by ``ltconvert.distill.select``."""

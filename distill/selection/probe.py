@@ -1,0 +1,119 @@
+"""What a selection method gets to see, and the measures that several methods share.
+
+Shape letters: B rows, T tokens, C hidden width, N scored tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.distill.selection.progress import Progress
+from ltconvert.distill.selection.walk import Inputs
+from ltconvert.kernels.linear_kl import linear_scores
+
+if TYPE_CHECKING:
+    from ltconvert.distill.data import Batch
+    from ltconvert.distill.runlog import RunLog
+    from ltconvert.recipes.schema import Recipe, SelectSettings
+
+
+@dataclass
+class Probe:
+    """Inputs of a selection method.
+
+    Attributes:
+        teacher: all layers full, frozen.
+        student: all layers linear (but those in ``fixed``), mixers aligned.
+        keep: how many physical layers will stay full.
+        batches: the text that scores are measured on, the same in every call.
+        progress: partial results; a method saves there after every unit of work.
+        stage_dir: folder of the stage, for methods that train.
+    """
+
+    teacher: LT2ForCausalLM
+    student: LT2ForCausalLM
+    keep: int
+    settings: SelectSettings
+    recipe: Recipe
+    batches: Sequence[Batch]
+    tokenizer: Any
+    progress: Progress
+    log: RunLog | None
+    precision: str
+    device: torch.device
+    stage_dir: Path
+    seed: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Physical layers."""
+        return len(self.teacher.model.layers)
+
+    def say(self, text: str) -> None:
+        """One line for the person at the terminal."""
+        if self.log is not None:
+            self.log.say(text)
+
+    @contextmanager
+    def quiet_forward(self) -> Iterator[None]:
+        """Both models in eval mode, no gradients, matrix products in the run's precision."""
+        modes = [(model, model.training) for model in (self.teacher, self.student)]
+        for model, _ in modes:
+            model.eval()
+        bf16 = self.precision == "bf16"
+        try:
+            with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+                yield
+        finally:
+            for model, training in modes:
+                model.train(training)
+
+
+def read_batch(batch: Batch, device: torch.device) -> tuple[Inputs, Tensor]:
+    """The inputs of a pass that scores every token with a next token, and those tokens' labels [N]."""
+    batch = batch.to(device)
+    at_BT = (batch.labels_BT != -100) & batch.keep_BT
+    keep_BT = None if bool(batch.keep_BT.all()) else batch.keep_BT
+    inputs = Inputs(batch.input_ids_BT, keep_BT, batch.segment_ids_BT, at_BT)
+    return inputs, batch.labels_BT[at_BT]
+
+
+def kl_sum(
+    student: LT2ForCausalLM,
+    student_NC: Tensor,
+    teacher: LT2ForCausalLM,
+    teacher_NC: Tensor,
+    labels_N: Tensor,
+) -> float:
+    """KL(teacher || student) in nats, added up in fp64 over the tokens whose hidden states are given."""
+    scores = linear_scores(
+        student_NC,
+        student.head_weight,
+        teacher_NC,
+        teacher.head_weight,
+        labels_N,
+        student_softcap=student.config.final_softcap,
+        teacher_softcap=teacher.config.final_softcap,
+    )
+    return float(scores.kl_N.double().sum())
+
+
+class Stopwatch:
+    """Seconds since it was made, on top of those of an earlier part."""
+
+    def __init__(self, earlier: float = 0.0) -> None:
+        self.started, self.earlier = time.perf_counter(), earlier
+
+    @property
+    def seconds(self) -> float:
+        """Wall time so far."""
+        return self.earlier + time.perf_counter() - self.started

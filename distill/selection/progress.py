@@ -1,0 +1,48 @@
+"""Partial scores on disk, so that a killed selection goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ltconvert.distill.stage import write_json
+
+
+class Progress:
+    """A dict of partial results that survives the process.
+
+    Python writes floats so that they read back the same, hence a resumed sum is the undisturbed sum.
+
+    Args:
+        path: the file; None keeps everything in memory.
+        fingerprint: what the partial results depend on; a file with another one is ignored.
+    """
+
+    def __init__(self, path: Path | None, fingerprint: dict[str, Any]) -> None:
+        self.path = path
+        # As JSON gives it back: tuples become lists.
+        self.fingerprint = json.loads(json.dumps(fingerprint))
+        self.state: dict[str, Any] = {}
+        if path is not None and path.exists():
+            self.state = self._read(path)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            saved = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError):
+            return {}
+        return saved["state"] if saved.get("fingerprint") == self.fingerprint else {}
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Replace the partial results."""
+        self.state = state
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, {"fingerprint": self.fingerprint, "state": state})
+
+    def clear(self) -> None:
+        """Forget them: the selection itself is written."""
+        self.state = {}
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Sequence and loss kernels; knows nothing of the rest of the package."""

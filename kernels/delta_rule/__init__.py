@@ -1,0 +1,146 @@
+"""Gated delta rule: linear attention whose state forgets, and corrects itself instead of adding.
+
+Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), equation 10, in
+transposed form: the state here is [K, V] and is read as S^T q.
+
+B batch, T tokens, H heads, K key width, V value width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ltconvert.kernels import dispatch
+from ltconvert.kernels.segments import check_token_grid
+
+
+def delta_rule(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    beta_BTH: Tensor,
+    log_decay_BTH: Tensor | None = None,
+    *,
+    initial_state_BHKV: Tensor | None = None,
+    segment_ids_BT: Tensor | None = None,
+    keep_BT: Tensor | None = None,
+    scale: float | None = None,
+    l2norm_qk: bool = True,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Run the gated delta rule over a sequence: (outputs [B, T, H, V], final state [B, H, K, V]).
+
+    For every batch row and head, with a_t = exp(log_decay_t) (1 when None) and S_0 the initial
+    state (0 when None)::
+
+        S_t = a_t S_{t-1} + beta_t k_t (v_t - (a_t S_{t-1})^T k_t)^T
+        o_t = scale * S_t^T q_t
+
+    `l2norm_qk` first divides q and k by their length (safe at the zero vector). `scale` is
+    K ** -0.5 when None. log_decay is meant to be <= 0; -inf forgets all.
+
+    `segment_ids_BT` (int): where the id differs from the token before, the state is set to zero
+    before that token; the first token of a row continues the initial state. `keep_BT`: False marks
+    padding, which leaves the state untouched, gets output 0 and no gradient, and is looked through
+    when segments are compared.
+
+    The output has v's dtype. The state is fp32 (fp64 for fp64 inputs), and so is the arithmetic.
+    Differentiable in every floating input. Autocast does not reach inside.
+    Raises ValueError on shapes that do not fit together.
+    """
+    batch, length, heads, key_width = _check_sequence(q_BTHK, k_BTHK, v_BTHV, beta_BTH)
+    if log_decay_BTH is not None and log_decay_BTH.shape != beta_BTH.shape:
+        raise ValueError(
+            f"log_decay must have beta's shape {list(beta_BTH.shape)}, "
+            f"got {list(log_decay_BTH.shape)}"
+        )
+    _check_state("initial_state", initial_state_BHKV, (batch, heads, key_width, v_BTHV.shape[-1]))
+    check_token_grid("segment_ids", segment_ids_BT, batch, length)
+    check_token_grid("keep", keep_BT, batch, length)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    return dispatch.implementation("delta_rule", q_BTHK.device).delta_rule(
+        q_BTHK,
+        k_BTHK,
+        v_BTHV,
+        beta_BTH,
+        log_decay_BTH,
+        initial_state_BHKV=initial_state_BHKV,
+        segment_ids_BT=segment_ids_BT,
+        keep_BT=keep_BT,
+        scale=key_width**-0.5 if scale is None else scale,
+        l2norm_qk=l2norm_qk,
+        chunk_size=chunk_size,
+    )
+
+
+def delta_rule_step(
+    q_BHK: Tensor,
+    k_BHK: Tensor,
+    v_BHV: Tensor,
+    beta_BH: Tensor,
+    log_decay_BH: Tensor | None,
+    state_BHKV: Tensor,
+    *,
+    scale: float | None = None,
+    l2norm_qk: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Run one token of `delta_rule`: (output [B, H, V], new state [B, H, K, V]).
+
+    Same formula, dtypes and defaults as `delta_rule`; `state_BHKV` is not changed.
+    Raises ValueError on shapes that do not fit together.
+    """
+    batch, heads, key_width = q_BHK.shape
+    if k_BHK.shape != q_BHK.shape or v_BHV.shape[:-1] != (batch, heads):
+        raise ValueError(
+            "q and k must be [batch, heads, key width] and v [batch, heads, value width], got "
+            f"{list(q_BHK.shape)}, {list(k_BHK.shape)} and {list(v_BHV.shape)}"
+        )
+    for name, tensor in (("beta", beta_BH), ("log_decay", log_decay_BH)):
+        if tensor is not None and tuple(tensor.shape) != (batch, heads):
+            raise ValueError(
+                f"{name} must be [batch, heads] = [{batch}, {heads}], got {list(tensor.shape)}"
+            )
+    _check_state("state", state_BHKV, (batch, heads, key_width, v_BHV.shape[-1]))
+    return dispatch.implementation("delta_rule", q_BHK.device).delta_rule_step(
+        q_BHK,
+        k_BHK,
+        v_BHV,
+        beta_BH,
+        log_decay_BH,
+        state_BHKV,
+        scale=key_width**-0.5 if scale is None else scale,
+        l2norm_qk=l2norm_qk,
+    )
+
+
+def _check_sequence(
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, beta_BTH: Tensor
+) -> tuple[int, int, int, int]:
+    if q_BTHK.dim() != 4 or k_BTHK.shape != q_BTHK.shape:
+        raise ValueError(
+            "q and k must both be [batch, tokens, heads, key width], got "
+            f"{list(q_BTHK.shape)} and {list(k_BTHK.shape)}"
+        )
+    if v_BTHV.dim() != 4 or v_BTHV.shape[:-1] != q_BTHK.shape[:-1]:
+        raise ValueError(
+            f"v must be [batch, tokens, heads, value width] with the first three of q "
+            f"{list(q_BTHK.shape[:-1])}, got {list(v_BTHV.shape)} (repeat kv heads beforehand)"
+        )
+    if beta_BTH.shape != q_BTHK.shape[:-1]:
+        raise ValueError(
+            f"beta must be [batch, tokens, heads] = {list(q_BTHK.shape[:-1])}, "
+            f"got {list(beta_BTH.shape)}"
+        )
+    if q_BTHK.shape[1] == 0:
+        raise ValueError("delta_rule needs at least one token, got a sequence of length 0")
+    batch, length, heads, key_width = q_BTHK.shape
+    return batch, length, heads, key_width
+
+
+def _check_state(name: str, state_BHKV: Tensor | None, shape: tuple[int, ...]) -> None:
+    if state_BHKV is not None and tuple(state_BHKV.shape) != shape:
+        raise ValueError(
+            f"{name} must be [batch, heads, key width, value width] = {list(shape)}, "
+            f"got {list(state_BHKV.shape)}"
+        )

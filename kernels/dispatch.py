@@ -1,0 +1,122 @@
+"""Which implementation runs each op, and why.
+
+Every op is a package `kernels/<op>/` with one module a backend, `kernels/<op>/<backend>.py`, that
+defines the functions of the op under the public names. `OPS` lists the backends that exist: adding
+one is adding its name there. `auto` takes the fastest that can run; a backend asked for by name
+either runs or is an error that says why not, never a silent fallback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Literal, get_args
+
+import torch
+
+Backend = Literal["auto", "reference", "triton"]
+
+OPS: dict[str, tuple[str, ...]] = {
+    "delta_rule": ("reference",),
+    "short_conv": ("reference",),
+    "norm_gate": ("reference",),
+    "linear_kl": ("reference",),
+}
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What the process asks for: one backend for all ops, and exceptions by op."""
+
+    everywhere: str = "auto"
+    per_op: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for op in self.per_op:
+            _check_op(op)
+        for backend in (self.everywhere, *self.per_op.values()):
+            _check_backend(backend)
+
+    def backend(self, op: str) -> str:
+        """The backend asked for `op`."""
+        return self.per_op.get(op, self.everywhere)
+
+
+def choose(op: str, requested: str, device: torch.device | str) -> tuple[str, str]:
+    """Pick the backend of `op` on `device`: (backend, reason).
+
+    Raises ValueError when `op` or `requested` is unknown, or when a backend asked for by name
+    cannot run there.
+    """
+    _check_op(op)
+    _check_backend(requested)
+    device = torch.device(device)
+    if requested == "auto":
+        obstacle = _obstacle(op, "triton", device)
+        return ("triton", "fastest here") if obstacle is None else ("reference", obstacle)
+    obstacle = _obstacle(op, requested, device)
+    if obstacle is not None:
+        raise ValueError(
+            f"kernel backend {requested!r} cannot run {op} on {device}: {obstacle}; "
+            f"use 'auto' or one of {', '.join(OPS[op])}"
+        )
+    return requested, "asked for"
+
+
+def table(requested: str, device: torch.device | str) -> list[tuple[str, str, str]]:
+    """What `choose` says of every op: rows (op, backend, reason)."""
+    return [(op, *choose(op, requested, device)) for op in OPS]
+
+
+def set_default(requested: str = "auto", **per_op: str) -> None:
+    """Set the backend that ops use in this process, with exceptions such as `linear_kl="triton"`."""
+    global _requests
+    _requests = Requests(requested, dict(per_op))
+
+
+@contextmanager
+def use(requested: str = "auto", **per_op: str) -> Iterator[None]:
+    """Set the process's default inside a `with` block, then put the earlier one back."""
+    global _requests
+    before, _requests = _requests, Requests(requested, dict(per_op))
+    try:
+        yield
+    finally:
+        _requests = before
+
+
+def implementation(op: str, device: torch.device) -> ModuleType:
+    """The module that runs `op` on `device` under the process's default."""
+    backend, _ = choose(op, _requests.backend(op), device)
+    return importlib.import_module(f"{__package__}.{op}.{backend}")
+
+
+def _obstacle(op: str, backend: str, device: torch.device) -> str | None:
+    """Why `backend` cannot run `op` on `device`; None when it can."""
+    if backend not in OPS[op]:
+        return f"no {backend} kernel for this op yet"
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"triton needs a GPU, the tensors are on {device.type}"
+    return None
+
+
+def _check_op(op: str) -> None:
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}; the ops are {', '.join(OPS)}")
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in get_args(Backend):
+        known = ", ".join(get_args(Backend))
+        raise ValueError(f"unknown kernel backend {backend!r}; use one of {known}")
+
+
+_requests = Requests()

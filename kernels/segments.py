@@ -1,0 +1,50 @@
+"""Packed documents and padding, as every sequence op of this package reads them.
+
+B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def segment_counts(segment_ids_BT: Tensor | None, keep_BT: Tensor | None) -> Tensor | None:
+    """Number of segment starts up to and including each token, int64 [B, T]; None when there are none.
+
+    Token t starts a segment when its id differs from that of the last kept token before it.
+    Padding (`keep_BT` False) is looked through: it starts nothing and belongs to the segment
+    around it, whatever its own id says. The first kept token of a row starts nothing: it continues
+    what came before the row. Two tokens of a row are in one segment iff their counts are equal,
+    and a token belongs to the segment that reached into the row iff its count is 0.
+    """
+    if segment_ids_BT is None:
+        return None
+    if keep_BT is None:
+        starts_BT = torch.zeros_like(segment_ids_BT, dtype=torch.bool)
+        starts_BT[:, 1:] = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    else:
+        position_BT = torch.arange(keep_BT.shape[1], device=keep_BT.device).expand_as(keep_BT)
+        last_kept_BT = position_BT.masked_fill(~keep_BT, -1).cummax(dim=1).values
+        before_BT = torch.nn.functional.pad(last_kept_BT[:, :-1], (1, 0), value=-1)
+        id_before_BT = segment_ids_BT.gather(1, before_BT.clamp(min=0))
+        starts_BT = keep_BT & (before_BT >= 0) & (segment_ids_BT != id_before_BT)
+    if not starts_BT.any():
+        return None
+    return starts_BT.cumsum(dim=1)
+
+
+def check_token_grid(name: str, tensor: Tensor | None, batch: int, length: int) -> None:
+    """Raise ValueError unless `tensor` is None or [batch, length]."""
+    if tensor is not None and tuple(tensor.shape) != (batch, length):
+        raise ValueError(
+            f"{name} must be [batch, tokens] = [{batch}, {length}], got {list(tensor.shape)}"
+        )
+
+
+def padding_mask(keep_BT: Tensor | None) -> Tensor | None:
+    """`keep_BT` as bool, or None when nothing is padding."""
+    if keep_BT is None:
+        return None
+    keep_BT = keep_BT.bool()
+    return None if keep_BT.all() else keep_BT

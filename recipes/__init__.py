@@ -1,0 +1,168 @@
+"""Recipes: one flat YAML each, resolved into one frozen `Recipe`.
+
+Precedence, lowest first: defaults of `schema.py`, the YAML, the budget, `--set a.b=c`.
+A YAML holds only what differs from the defaults. Every mistake is one line that names the key,
+where it came from and the nearest key that exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ltconvert.errors import UserError
+from ltconvert.recipes.keys import Lists, check_known, lists, nearest, one_line
+from ltconvert.recipes.schema import Recipe
+
+BUDGETS_FILE = "budgets"
+
+
+def names() -> list[str]:
+    """Names of the recipes that ship with ltconvert, sorted."""
+    folder = resources.files("ltconvert.recipes")
+    stems = (Path(entry.name) for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return sorted(path.stem for path in stems if path.stem != BUDGETS_FILE)
+
+
+def budgets() -> list[str]:
+    """Names of the budgets, smallest first."""
+    return list(_read_shipped(BUDGETS_FILE))
+
+
+def budget_settings(name: str) -> dict[str, Any]:
+    """What the budget `name` lays over a recipe; empty for `full`."""
+    table = _read_shipped(BUDGETS_FILE)
+    if name not in table:
+        raise UserError(f"unknown budget {name!r}{nearest(name, table)}; known: {', '.join(table)}")
+    return table[name] or {}
+
+
+def load(reference: str) -> dict[str, Any]:
+    """Mapping in a recipe file: `reference` is a shipped name or a path of a YAML."""
+    if reference in names():
+        return _read_shipped(reference)
+    path = Path(reference)
+    if path.is_file():
+        return _parse(path.read_text(encoding="utf-8"), where=str(path))
+    if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
+        raise UserError(
+            f"recipe {reference}: no such file; `ltconvert recipes list` names those that ship"
+        )
+    hint = nearest(reference, names())
+    known = ", ".join(names())
+    raise UserError(
+        f"unknown recipe {reference!r}{hint}; known: {known}, or the path of a YAML file"
+    )
+
+
+def resolve(reference: str, *, budget: str | None = None, overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe `reference` with `budget` and then `overrides` ("a.b=c") laid over it."""
+    merged: dict[str, Any] = {"name": Path(reference).stem}
+    loaded = load(reference)
+    check_known(loaded, where=f"recipe {reference}")
+    _merge(merged, loaded)
+    if budget is not None:
+        _merge(merged, budget_settings(budget))
+    for override in overrides:
+        _merge(merged, parse_override(override))
+    return validate(merged, where=f"recipe {reference}")
+
+
+def validate(mapping: Mapping[str, Any], *, where: str) -> Recipe:
+    """`mapping` as a Recipe; every mistake in it becomes one UserError line."""
+    check_known(mapping, where=where)
+    try:
+        return Recipe.model_validate(dict(mapping))
+    except ValidationError as error:
+        raise UserError(f"{where}: {one_line(error)}") from None
+
+
+def load_resolved(path: Path) -> Recipe:
+    """A Recipe written by `dump` (`recipe.resolved.yaml` of a run folder)."""
+    if not path.is_file():
+        raise UserError(f"{path}: no resolved recipe here; is this a run folder of ltconvert?")
+    return validate(_parse(path.read_text(encoding="utf-8"), where=str(path)), where=str(path))
+
+
+def dump(recipe: Recipe) -> str:
+    """The whole recipe as YAML, every default written out."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def digest(recipe: Recipe) -> str:
+    """SHA-256 (hex) of the resolved settings; name and description do not count."""
+    settings = recipe.model_dump(mode="json", exclude={"name", "description"})
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`a.b=c` as a nested mapping; the value is read as YAML (`null`, `true`, `1e-4`, `[0, 4]`)."""
+    key, equals, value = text.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise UserError(f"--set {text}: expected section.key=value, such as logits.temperature=2")
+    nested: dict[str, Any] = {path[-1]: None}
+    for part in reversed(path[:-1]):
+        nested = {part: nested}
+    check_known(nested, where=f"--set {text}")
+    leaf = nested
+    for part in path[:-1]:
+        leaf = leaf[part]
+    leaf[path[-1]] = _parse_value(value, lists(path))
+    return nested
+
+
+def _parse_value(text: str, field_lists: Lists) -> Any:
+    """A command-line value: YAML, plus `a,b` for lists and `1e6`, which YAML 1.1 reads as text."""
+    if field_lists != "never" and "," in text and not text.lstrip().startswith("["):
+        return [_parse_value(part, "never") for part in text.split(",") if part.strip()]
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"--set: {text!r} is not a YAML value; quote it") from None
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if value == "none":
+        return None
+    return [value] if field_lists == "always" and not isinstance(value, list) else value
+
+
+def _read_shipped(stem: str) -> dict[str, Any]:
+    """A YAML that ships with ltconvert."""
+    text = resources.files("ltconvert.recipes").joinpath(f"{stem}.yaml").read_text(encoding="utf-8")
+    return _parse(text, where=f"{stem}.yaml")
+
+
+def _parse(text: str, *, where: str) -> dict[str, Any]:
+    """YAML text that must hold a mapping."""
+    try:
+        mapping = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"{where}: not valid YAML ({problem})") from None
+    if mapping is None:
+        return {}
+    if not isinstance(mapping, dict):
+        raise UserError(f"{where}: expected `key: value` lines, got {type(mapping).__name__}")
+    return mapping
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
+    """Lay `over` on `base` in place, section by section; lists are replaced whole."""
+    for key, value in over.items():
+        if isinstance(value, Mapping):
+            section = base.setdefault(key, {})
+            if not isinstance(section, dict):
+                section = base[key] = {}
+            _merge(section, value)
+        else:
+            base[key] = value
