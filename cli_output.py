@@ -45,8 +45,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         table.add_row(*row)
-    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
-    console.print(table, markup=False)
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    Console(width=width, markup=False, highlight=False).print(table)
 
 
 def bar(share: float, width: int = 20) -> str:
@@ -56,12 +56,12 @@ def bar(share: float, width: int = 20) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Bytes as B, KiB, MiB, GiB or TiB with three digits."""
+    """Bytes as B, KiB, MiB, GiB or TiB with one decimal."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.3g} TiB"
+    return f"{count:.1f} TiB"
 
 
 def human_count(count: float) -> str:

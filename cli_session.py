@@ -230,10 +230,9 @@ def explain(error: Exception) -> tuple[str, int]:
     if hasattr(error, "format_message"):  # a wrong call, as the command-line parser found it
         return " ".join(error.format_message().split()) + "; see --help", 2
     name = type(error).__name__
-    if name == "OutOfMemoryError" or isinstance(error, MemoryError) or "alloc" in text.lower():
-        if isinstance(error, (MemoryError, RuntimeError)):
-            advice = "lower micro_batch_rows or seq_len_tokens of the stage, see `ltconvert plan`"
-            return f"out of memory: {advice} ({text[:200]})", 2
+    if name == "OutOfMemoryError" or "allocate memory" in text or isinstance(error, MemoryError):
+        advice = "lower micro_batch_rows or seq_len_tokens of the stage, see `ltconvert plan`"
+        return f"out of memory: {advice} ({text[:160]})", 2
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or text}", 2

@@ -101,6 +101,11 @@ def load_student(
     wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
     if wrong:
         raise UserError(f"{folder}: {len(wrong)} tensors do not match the config, first {wrong[0]}")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Memory-mapped weights are not aligned, and matrix products over them round differently:
+            # a resumed run would part from an undisturbed one in the last bit.
+            parameter.data = parameter.data.clone()
     return model.to(device).eval()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch, PackedStream
 from ltconvert.distill.losses import contribution_loss, kept_squares
-from ltconvert.distill.stage import StageInputs, StageResult
-from ltconvert.distill.trainer import train
+from ltconvert.distill.stage import CHECKPOINT_FOLDER, StageInputs, StageResult
+from ltconvert.distill.trainer import TrainResult, train
 from ltconvert.recipes.schema import AlignSettings
 
 CALIBRATION_BATCHES = 4
@@ -37,9 +38,14 @@ class AlignObjective:
     """
 
     def __init__(
-        self, teacher: LT2ForCausalLM, student: LT2ForCausalLM, layers: Sequence[int] | None = None
+        self,
+        teacher: LT2ForCausalLM,
+        student: LT2ForCausalLM,
+        layers: Sequence[int] | None = None,
+        *,
+        lr: float = 1e-3,
     ) -> None:
-        self.teacher, self.module = teacher, student
+        self.teacher, self.module, self.lr = teacher, student, lr
         chosen = range(len(student.model.layers)) if layers is None else layers
         self.layers = [i for i in chosen if is_converted(student, i)]
         student.requires_grad_(False)
@@ -50,12 +56,11 @@ class AlignObjective:
         self.num_visits = len(visits)
         self.end_slot = max(visits, default=-1) + 1
 
-    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        """One group a layer: the layers are independent problems."""
-        mixers = [(i, self.module.model.layers[i].mixer) for i in self.layers]
-        return [
-            {"name": f"layer {i}", "params": list(mixer.parameters()), "lr": lr} for i, mixer in mixers
-        ]
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """All mixers, one learning rate."""
+        mixers = [self.module.model.layers[i].mixer for i in self.layers]
+        params = [parameter for mixer in mixers for parameter in mixer.parameters()]
+        return [{"name": "mixers", "params": params, "lr": self.lr}]
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
@@ -151,3 +156,78 @@ def calibrate(
         weight = student.model.layers[layer].mixer.out_norm_weight
         rms = (squares[layer] / max(counts[layer], 1)).sqrt()
         weight.copy_(rms.view_as(weight))
+
+
+def run(settings: AlignSettings, inputs: StageInputs, stage_dir: Path) -> StageResult:
+    """Align the mixers of ``inputs.student``, which is changed; resumes from ``stage_dir`` by itself.
+
+    With ``layers_at_once`` the layers train in groups, one after the other, each over the same data:
+    gradients and optimiser state exist for one group, and on a GPU the other groups' mixers wait in
+    the host's memory. The teacher stops after the group's last layer.
+    """
+    student = inputs.student
+    layers = [i for i in range(len(student.model.layers)) if is_converted(student, i)]
+    size = settings.layers_at_once or max(len(layers), 1)
+    groups = [layers[i : i + size] for i in range(0, len(layers), size)]
+    facts: dict[str, Any] = {"tokens": 0, "steps": 0, "seconds": 0.0}
+    for layer in layers:
+        _park(student, layer, inputs, active=len(groups) == 1)
+    for group in groups:
+        whole = len(groups) == 1
+        folder = stage_dir if whole else stage_dir / f"layers_{group[0]}_{group[-1]}"
+        name = "align" if whole else f"align {group[0]}-{group[-1]}"
+        for layer in group:
+            _park(student, layer, inputs, active=True)
+        trained = _run_group(settings, inputs, group, folder, name)
+        for layer in group:
+            _park(student, layer, inputs, active=whole)
+        facts = {
+            "tokens": max(facts["tokens"], trained.tokens),
+            "steps": facts["steps"] + trained.steps,
+            "seconds": facts["seconds"] + trained.seconds,
+        }
+    student.to(inputs.device)
+    return StageResult(student.requires_grad_(False), facts=facts | {"groups": len(groups)})
+
+
+def _run_group(
+    settings: AlignSettings, inputs: StageInputs, layers: Sequence[int], folder: Path, name: str
+) -> TrainResult:
+    """Calibrate and train the mixers of some layers over the whole token budget."""
+    objective = AlignObjective(inputs.teacher.model, inputs.student, layers, lr=settings.lr)
+
+    def stream() -> PackedStream:
+        return PackedStream(
+            inputs.recipe.data,
+            inputs.tokenizer,
+            split="train",
+            seq_len_tokens=settings.seq_len_tokens,
+            rows=settings.micro_batch_rows,
+            seed=inputs.seed,
+        )
+
+    # A checkpoint holds what calibration changed.
+    if settings.calibrate and not (folder / CHECKPOINT_FOLDER).exists():
+        batches = [batch.to(inputs.device) for batch in islice(stream(), CALIBRATION_BATCHES)]
+        with inputs.autocast():
+            calibrate(inputs.teacher.model, inputs.student, batches, layers)
+    return train(
+        objective,
+        stream(),
+        settings,
+        stage=name,
+        stage_dir=folder,
+        log=inputs.log,
+        precision=inputs.precision,
+        device=inputs.device,
+        seed=inputs.seed,
+    )
+
+
+def _park(student: LT2ForCausalLM, layer: int, inputs: StageInputs, *, active: bool) -> None:
+    """A mixer that trains is in fp32 on the device; one that waits is in the host's memory."""
+    mixer = student.model.layers[layer].mixer
+    if active:
+        mixer.to(device=inputs.device, dtype=torch.float32)
+    else:
+        mixer.to("cpu")

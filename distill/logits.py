@@ -117,28 +117,32 @@ def _hidden(model: LT2ForCausalLM, batch: Batch) -> LT2Output:
     )
 
 
-@torch.no_grad()
-def cast_linears(model: LT2ForCausalLM, dtype: torch.dtype) -> None:
-    """Keep the weights of a frozen model's linear layers in ``dtype``, in place.
+def frozen_copy(model: LT2ForCausalLM, dtype: torch.dtype) -> LT2ForCausalLM:
+    """The model with its linear layers' weights in ``dtype`` and every other tensor shared with it.
 
-    Under autocast to ``dtype`` this changes no bit of any result, since autocast rounds the same
-    weights the same way on every use; it halves the weights' memory and saves that rounding.
-    Embeddings and norms stay: the residual stream keeps its precision. So does a tied head.
+    For runs under autocast to ``dtype``: no bit of any result changes, since autocast would round
+    the same weights the same way on every use, and that rounding is saved. Embeddings, norms and a
+    tied head keep their precision. Of no use outside autocast.
     """
     embedding = model.model.embed_tokens.weight
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not embedding:
-            module.to(dtype)
+            for parameter in module.parameters():
+                rounded = parameter.detach().to(dtype)
+                memo[id(parameter)] = nn.Parameter(rounded, requires_grad=False)
+    return copy.deepcopy(model, memo)
 
 
 def prepare(inputs: StageInputs, settings: LogitsSettings) -> LogitsObjective:
-    """The objective on a student of its own, teacher cast for the run's precision."""
-    student = copy.deepcopy(inputs.student).float()
+    """The objective on a student that shares nothing with the teacher, in fp32."""
+    student = copy.deepcopy(inputs.student).float().train()
+    teacher = inputs.teacher.model
     if inputs.precision == "bf16":
-        cast_linears(inputs.teacher.model, torch.bfloat16)
+        teacher = frozen_copy(teacher, torch.bfloat16)
     if settings.gradient_checkpointing:
         student.gradient_checkpointing_enable()
-    return LogitsObjective(inputs.teacher.model, student, settings)
+    return LogitsObjective(teacher, student, settings)
 
 
 def run(

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 STAGE_FILE = "stage.json"
 STUDENT_FOLDER = "student"
+CHECKPOINT_FOLDER = "checkpoint"
 
 
 @dataclass
@@ -50,6 +51,13 @@ class StageInputs:
     precision: str
     device: torch.device
     seed: int = 0
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Matrix products in the run's precision."""
+        import torch
+
+        wanted = self.precision == "bf16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=wanted)
 
 
 @dataclass

@@ -125,6 +125,11 @@ class AlignSettings(TrainSettings):
     calibrate: bool = Field(
         True, description="start output norms at the scale of the teacher's attention outputs"
     )
+    layers_at_once: int | None = Field(
+        None,
+        gt=0,
+        description="train so many layers a pass over the data: less memory, one pass a group; default: all",
+    )
 
 
 class SelectSettings(Settings):

@@ -47,7 +47,7 @@ def _fixed_seed() -> None:
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE of 97 tokens: `<|endoftext|>` 0, `<|im_start|>` 1, `<|im_end|>` 2 (eos).
 
-    The letters, digits and punctuation of plain English, no merges; other bytes are dropped.
+    The letters, digits and punctuation of plain English, one merge; other bytes are dropped.
     The special tokens stand where SmolLM2's do, and a chat template of its form is set.
     """
     text = "".join(chr(c) for c in range(32, 127) if chr(c) not in "`^~") + "\n"

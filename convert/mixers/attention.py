@@ -113,7 +113,8 @@ def _capped_attention(
     q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, scale: float, cap: float
 ) -> Tensor:
     """Attention whose scores pass through ``cap * tanh(s / cap)``; SDPA has no such hook."""
-    scores = (q_BHTD @ k_BHSD.transpose(-1, -2)).float() * scale
+    scores = q_BHTD @ k_BHSD.transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     scores = cap * torch.tanh(scores / cap)
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

@@ -92,9 +92,10 @@ class GatedDeltaNet(Projections):
         q, k, v = self.project(x_BTC)
         if self.conv is not None:
             q, k, v = self._convolve(q, k, v, context, cache_layer)
-        beta_BTH = torch.sigmoid(self.b_proj(x_BTC).float())
-        rate_BTH = F.softplus(self.a_proj(x_BTC).float() + self.rate_bias.float())
-        log_decay_BTH = -self.log_rate.float().exp() * rate_BTH
+        work = torch.promote_types(x_BTC.dtype, torch.float32)  # a decay of 1 - 1/2048 needs it
+        beta_BTH = torch.sigmoid(self.b_proj(x_BTC).to(work))
+        rate_BTH = F.softplus(self.a_proj(x_BTC).to(work) + self.rate_bias.to(work))
+        log_decay_BTH = -self.log_rate.to(work).exp() * rate_BTH
         o_BTHD = self._recur(q, k, v, beta_BTH, log_decay_BTH, context, cache_layer)
         gate_BTHD = self.gate_proj(x_BTC).unflatten(-1, (self.num_heads, self.head_dim))
         y_BTHD = norm_gate(

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
-    """``x / rms(x) * (weight + offset)`` over the last axis, in fp32 inside (arXiv 1910.07467).
+    """``x / rms(x) * (weight + offset)`` over the last axis, in fp32 or fp64 inside (arXiv 1910.07467).
 
     Args:
         size: length of the last axis.
@@ -28,5 +28,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape and dtype."""
-        weight = self.weight.float() + self.offset
-        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
+        work = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(work) + self.offset
+        return F.rms_norm(x.to(work), weight.shape, weight, self.eps).to(x.dtype)

@@ -34,7 +34,8 @@ def check_rope(params: dict[str, Any], head_dim: int) -> None:
     rope_type = params.get("rope_type", "default")
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise UserError(
-            f"RoPE type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+            f"RoPE type {rope_type!r} is not supported; "
+            f"supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
     missing = [k for k in ("rope_theta", *_NEEDED_KEYS[rope_type]) if params.get(k) is None]
     if missing:

@@ -35,6 +35,11 @@ class LoopCache(Cache):
         """False: the key/value layers grow."""
         return False
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for every slot: generate() takes a cache of linear slots alone for one without a length."""
+        return [False] * len(self.layers)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen so far, padding included; the same for every slot."""
         return self.num_tokens

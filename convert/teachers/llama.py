@@ -1,4 +1,4 @@
-"""Llama and its kin: Llama 1 to 3, SmolLM, SmolLM2, TinyLlama (``llama``), Mistral (``mistral``)."""
+"""Llama 1 to 3, SmolLM, SmolLM2, TinyLlama (all ``llama``), and Mistral (``mistral``)."""
 
 from __future__ import annotations
 

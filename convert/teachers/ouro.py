@@ -113,6 +113,9 @@ def _eos_ids(published: int | list[int] | None) -> list[int]:
 
 FAMILIES = {
     "ouro": Family(
-        FAMILY_NAME, read_ouro, LAYER_NAMES, {**TOP_NAMES, "model.early_exit_gate": "model.exit_gate"}
+        FAMILY_NAME,
+        read_ouro,
+        LAYER_NAMES,
+        {**TOP_NAMES, "model.early_exit_gate": "model.exit_gate"},
     )
 }

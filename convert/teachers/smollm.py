@@ -42,9 +42,7 @@ def read_smollm3(config: Config) -> TeacherSpec:
         o_bias=bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         rope=rope,
-        layer_rope=tuple(
-            name if rotates[layer] else None for layer, name in enumerate(layer_rope)
-        ),
+        layer_rope=tuple(name if rotates[layer] else None for layer, name in enumerate(layer_rope)),
         layer_windows=windows(layer_types, window),
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ltconvert.errors import UserError
+
 NormLayout = Literal["pre", "post", "sandwich"]
 QKNorm = Literal["head", "full"]
 
@@ -29,7 +31,8 @@ class TeacherSpec:
         embedding_scale: factor on the token embeddings (Gemma: sqrt(hidden_size)).
         rope: parameters by RoPE name, in the form of transformers' ``rope_parameters``.
         layer_rope: for each layer the name of its RoPE, or None for a layer without positions.
-        layer_windows: for each layer its sliding window in tokens (the token itself counted), or None.
+        layer_windows: for each layer its sliding window in tokens (the token itself counted), or
+            None.
         exit_gate: the model has a Linear(hidden, 1) that scores leaving after each loop (Ouro).
     """
 
@@ -68,14 +71,17 @@ class TeacherSpec:
 
     def __post_init__(self) -> None:
         for name in ("layer_rope", "layer_windows"):
-            if len(getattr(self, name)) != self.num_layers:
-                raise ValueError(
-                    f"{name} has {len(getattr(self, name))} entries, expected one for each of the {self.num_layers} layers"
+            given = len(getattr(self, name))
+            if given != self.num_layers:
+                raise UserError(
+                    f"{name} has {given} entries, expected one for each of the "
+                    f"{self.num_layers} layers"
                 )
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key/value heads evenly"
+            raise UserError(
+                f"{self.num_attention_heads} query heads cannot share "
+                f"{self.num_key_value_heads} key/value heads evenly"
             )
         unknown = {name for name in self.layer_rope if name is not None} - set(self.rope)
         if unknown:
-            raise ValueError(f"layer_rope names {sorted(unknown)}, rope defines {sorted(self.rope)}")
+            raise UserError(f"layer_rope names {sorted(unknown)}, rope defines {sorted(self.rope)}")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from ltconvert.distill.data import Batch
 from ltconvert.distill.selection.probe import Probe, Stopwatch, kl_sum, read_batch
 from ltconvert.distill.selection.ranking import Stability, mean_ranks, order
 from ltconvert.distill.selection.result import Cost, Scores
-from ltconvert.distill.selection.walk import Walk, mixer_in, walk, with_mixer
+from ltconvert.distill.selection.walk import Walk, walk, with_mixer
 
 
 @dataclass
@@ -70,11 +69,11 @@ def rank(probe: Probe) -> Scores:
         cost.seconds = watch.seconds
         probe.progress.save({"sums": asdict(sums), "cost": asdict(cost), "history": stability.history})
         report(probe, index, sums, stability)
-    ranking, sorted_by, higher_is_better = ranked(sums)
+    ranking, main, higher_is_better = ranked(sums)
     return Scores(
         columns=sums.columns(),
         ranking=ranking,
-        sorted_by=sorted_by,
+        main=main,
         higher_is_better=higher_is_better,
         history=stability.history,
         stopped_early=stability.settled and len(stability.history) < len(probe.batches),
@@ -124,9 +123,8 @@ def _each_layer(
 ) -> tuple[list[float], int]:
     """KL to the teacher of ``base`` with each layer's mixer replaced in turn, and the layer visits."""
     total, kls = 0, []
-    convert: Any = mixer_in(base.model.dtype)
     for layer, mixer in enumerate(mixers):
-        hidden_NC, visits = with_mixer(base, layer, convert(mixer))
+        hidden_NC, visits = with_mixer(base, layer, mixer)
         kls.append(kl_sum(base.model, hidden_NC, teacher, target_NC, labels_N))
         total += visits
     return kls, total

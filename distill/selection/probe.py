@@ -81,7 +81,7 @@ class Probe:
 def read_batch(batch: Batch, device: torch.device) -> tuple[Inputs, Tensor]:
     """The inputs of a pass that scores every token with a next token, and those tokens' labels [N]."""
     batch = batch.to(device)
-    at_BT = (batch.labels_BT != -100) & batch.keep_BT
+    at_BT = (batch.labels_BT >= 0) & batch.keep_BT
     keep_BT = None if bool(batch.keep_BT.all()) else batch.keep_BT
     inputs = Inputs(batch.input_ids_BT, keep_BT, batch.segment_ids_BT, at_BT)
     return inputs, batch.labels_BT[at_BT]
@@ -103,6 +103,7 @@ def kl_sum(
         labels_N,
         student_softcap=student.config.final_softcap,
         teacher_softcap=teacher.config.final_softcap,
+        vocab_size=min(student.config.vocab_size, teacher.config.vocab_size),
     )
     return float(scores.kl_N.double().sum())
 

@@ -43,7 +43,7 @@ class Scores:
     Attributes:
         columns: per-layer numbers by name; a layer's NaN means that it was never scored.
         ranking: all physical layers, the most valuable first.
-        sorted_by: the column that the ranking follows.
+        main: the column that tells most, which a table shows as bars; None where nothing was measured.
         higher_is_better: whether a large value of that column means keep.
         history: the chosen set after every batch (or round).
         stopped_early: the set had settled before the data ran out.
@@ -52,11 +52,11 @@ class Scores:
 
     columns: dict[str, list[float]]
     ranking: list[int]
-    sorted_by: str | None
+    main: str | None
     higher_is_better: bool = True
     history: list[list[int]] = field(default_factory=list)
     stopped_early: bool = False
-    facts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
 
 
@@ -71,12 +71,12 @@ class Selection:
     keep: int
     chosen: list[int]
     ranking: list[int]
-    sorted_by: str | None
+    main: str | None
     higher_is_better: bool
     scores: dict[str, list[float]]
     history: list[list[int]]
     stopped_early: bool
-    facts: dict[str, float]
+    facts: dict[str, Any]
     cost: Cost
 
     @property

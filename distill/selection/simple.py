@@ -15,4 +15,4 @@ def uniform_layers(keep: int, num_layers: int) -> list[int]:
 def given(layers: Sequence[int], num_layers: int) -> Scores:
     """A choice that needs no scores: those layers first, then the rest in their order."""
     rest = [layer for layer in range(num_layers) if layer not in set(layers)]
-    return Scores(columns={}, ranking=[*layers, *rest], sorted_by=None)
+    return Scores(columns={}, ranking=[*layers, *rest], main=None)

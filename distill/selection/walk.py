@@ -6,7 +6,6 @@ Shape letters: B rows, T tokens, C hidden width, N scored tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -94,17 +93,13 @@ def with_mixer(base: Walk, layer: int, mixer: nn.Module) -> tuple[Tensor, int]:
         from the layer's first visit to the end.
     """
     slot = first_slots(base.model)[layer]
-    with swapped(base.model, layer, mixer):
+    with swapped(base.model, layer, in_dtype(mixer, base.model.dtype)):
         state = base.model.model.run(base.states[layer], base.context, first_slot=slot)
     return state.h_BTC[base.inputs.at_BT], len(base.model.model.schedule) - slot
 
 
-def mixer_in(dtype: torch.dtype) -> Callable[[nn.Module], nn.Module]:
-    """A function that gives a mixer in ``dtype``: itself when it is, else a copy."""
-
-    def convert(mixer: nn.Module) -> nn.Module:
-        if all(p.dtype == dtype for p in mixer.parameters()):
-            return mixer
-        return copy.deepcopy(mixer).to(dtype)
-
-    return convert
+def in_dtype(mixer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The mixer itself when all of it is in ``dtype``, else a copy that is."""
+    if all(p.dtype == dtype for p in mixer.parameters()):
+        return mixer
+    return copy.deepcopy(mixer).to(dtype)

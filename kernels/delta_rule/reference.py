@@ -18,19 +18,25 @@ V value width. q arrives here multiplied by the scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ltconvert.kernels.delta_rule.chunks import (
+    Chunks,
+    Options,
+    arithmetic,
+    bmm,
+    dot,
+    from_chunks,
+    inverse_length,
+    prepare,
+    spans,
+    to_chunks,
+)
 from ltconvert.kernels.segments import padding_mask, segment_counts
-
-NORM_EPS = 1e-6  # added to the squared length
-LEAST_LOG_DECAY = -1000.0  # exp of it is 0 in fp64 as well; keeps -inf - -inf out
-SPAN_ELEMENTS = 1 << 20  # of q in one span; measured on 2 cores with 32 MiB of L3
 
 
 def delta_rule(
@@ -59,11 +65,11 @@ def delta_rule(
     if initial_state_BHKV is None:
         batch, _, heads, width = q_BTHK.shape
         initial_state_BHKV = q_BTHK.new_zeros(
-            (batch, heads, width, v_BTHV.shape[-1]), dtype=_arithmetic(q_BTHK.dtype)
+            (batch, heads, width, v_BTHV.shape[-1]), dtype=arithmetic(q_BTHK.dtype)
         )
     return _DeltaRule.apply(
         q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, initial_state_BHKV, counts_BT,
-        _Options(scale, l2norm_qk, min(chunk_size, q_BTHK.shape[1])),
+        Options(scale, l2norm_qk, min(chunk_size, q_BTHK.shape[1])),
     )  # fmt: skip
 
 
@@ -79,67 +85,38 @@ def delta_rule_step(
     l2norm_qk: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `ltconvert.kernels.delta_rule.delta_rule_step`."""
-    dtype = _arithmetic(q_BHK.dtype)
+    dtype = arithmetic(q_BHK.dtype)
     with torch.autocast(q_BHK.device.type, enabled=False):
-        q_BHK1, k_BHK1 = (
-            (_unit(x.to(dtype)) if l2norm_qk else x.to(dtype)).unsqueeze(-1) for x in (q_BHK, k_BHK)
-        )
+        q_BHK1, k_BHK1 = (x.to(dtype).unsqueeze(-1) for x in (q_BHK, k_BHK))
+        if l2norm_qk:
+            q_BHK1, k_BHK1 = (x * inverse_length(x.mT) for x in (q_BHK1, k_BHK1))
         state_BHKV = state_BHKV.to(dtype)
         if log_decay_BH is not None:
             state_BHKV = state_BHKV * log_decay_BH.to(dtype).exp()[..., None, None]
         seen_BH1V = k_BHK1.mT @ state_BHKV
-        write_BH1V = beta_BH.to(dtype)[..., None, None] * (v_BHV.to(dtype).unsqueeze(-2) - seen_BH1V)
+        error_BH1V = v_BHV.to(dtype).unsqueeze(-2) - seen_BH1V
+        write_BH1V = beta_BH.to(dtype)[..., None, None] * error_BH1V
         state_BHKV = state_BHKV + k_BHK1 * write_BH1V
         o_BHV = ((q_BHK1 * scale).mT @ state_BHKV).squeeze(-2)
     return o_BHV.to(v_BHV.dtype), state_BHKV
-
-
-class _Options(NamedTuple):
-    scale: float
-    l2norm_qk: bool
-    chunk: int
-
-
-class _Chunks(NamedTuple):
-    """One span, laid out for batched products. R1 rows share a sequence and a head."""
-
-    q_NRCK: Tensor
-    k_NRCK: Tensor
-    v_NRCV: Tensor
-    beta_NRC1: Tensor
-    q_factor_NRC1: Tensor | float  # q = factor * raw q
-    k_factor_NRC1: Tensor | float
-    decay_NRCC: Tensor  # L
-    carry_NRC1: Tensor  # d
-    a_NRCC: Tensor  # (K K^T) * L without beta; entries on and above the diagonal mean nothing
-    inverse_NRCC: Tensor  # (I + A)^-1
-
-    @property
-    def to_end_NRC1(self) -> Tensor:
-        """L_C: decay from each token to the end of its chunk."""
-        return self.decay_NRCC[..., -1, :].unsqueeze(-1)
-
-    @property
-    def carry_all_NR11(self) -> Tensor:
-        """d_C: decay of the incoming state over the whole chunk."""
-        return self.carry_NRC1[..., -1:, :]
 
 
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor,
-        initial_state: Tensor, counts: Tensor | None, options: _Options,
+        initial_state: Tensor, counts: Tensor | None, options: Options,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         o_BTHV = torch.empty_like(v, memory_format=torch.contiguous_format)
         incoming = []
         with torch.autocast(q.device.type, enabled=False):
-            state_RKV = initial_state.to(_arithmetic(q.dtype)).flatten(0, 1)
-            for span in _spans(q, options.chunk):
-                x = _prepare(q, k, v, beta, log_decay, counts, options, span)
+            state_RKV = initial_state.to(arithmetic(q.dtype)).flatten(0, 1)
+            for span in spans(q, options.chunk):
+                x = prepare(q, k, v, beta, log_decay, counts, options, span)
                 o_NRCV, states_NRKV, state_RKV = _forward_span(x, state_RKV)
-                _unchunk(o_NRCV, o_BTHV, span)
-                incoming.append(states_NRKV)
+                from_chunks(o_NRCV, o_BTHV, span)
+                if any(ctx.needs_input_grad):
+                    incoming.append(states_NRKV)
         ctx.save_for_backward(q, k, v, beta, log_decay, counts, *incoming)
         ctx.options, ctx.state_dtype = options, initial_state.dtype
         return o_BTHV, state_RKV.view(initial_state.shape)
@@ -150,78 +127,80 @@ class _DeltaRule(torch.autograd.Function):
         q, k, v, beta, log_decay, counts, *incoming = ctx.saved_tensors
         grads = [
             torch.empty_like(x, memory_format=torch.contiguous_format)
-            for x in (q, k, v, beta, log_decay)
+            for x in (q, k, v, beta.unsqueeze(-1), log_decay.unsqueeze(-1))
         ]
         with torch.autocast(q.device.type, enabled=False):
             dstate_RKV = dstate_BHKV.flatten(0, 1)
-            for span in reversed(list(_spans(q, ctx.options.chunk))):
-                x = _prepare(q, k, v, beta, log_decay, counts, ctx.options, span)
-                do_NRCV = _chunked(do_BTHV, span, ctx.options.chunk, dstate_RKV.dtype)
+            for span in reversed(spans(q, ctx.options.chunk)):
+                x = prepare(q, k, v, beta, log_decay, counts, ctx.options, span)
+                do_NRCV = to_chunks(do_BTHV, span, ctx.options.chunk, dstate_RKV.dtype)
                 *span_grads, dstate_RKV = _backward_span(
                     x, incoming.pop(), do_NRCV, dstate_RKV, ctx.options
                 )
                 for grad, out in zip(span_grads, grads, strict=True):
-                    _unchunk(grad, out, span)
+                    from_chunks(grad, out, span)
         dinitial_BHKV = dstate_RKV.view(dstate_BHKV.shape).to(ctx.state_dtype)
-        return *grads, dinitial_BHKV, None, None
+        dq, dk, dv, dbeta, dlog_decay = grads
+        return dq, dk, dv, dbeta.squeeze(-1), dlog_decay.squeeze(-1), dinitial_BHKV, None, None
 
 
-def _forward_span(x: _Chunks, state_RKV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_span(x: Chunks, state_RKV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, incoming states and the outgoing state of a span."""
-    u_NRCV = _bmm(x.inverse_NRCC, x.beta_NRC1 * x.v_NRCV)  # less W S below: then U
-    w_NRCK = _bmm(x.inverse_NRCC, (x.beta_NRC1 * x.carry_NRC1) * x.k_NRCK)
+    u_NRCV = bmm(x.inverse_NRCC, x.beta_NRC1 * x.v_NRCV)  # less W S below: then U
+    w_NRCK = bmm(x.inverse_NRCC, (x.beta_NRC1 * x.carry_NRC1) * x.k_NRCK)
     write_NRKC = (x.to_end_NRC1 * x.k_NRCK).mT
     states_NRKV = state_RKV.new_empty((len(u_NRCV), *state_RKV.shape))
     for n in range(len(u_NRCV)):
         states_NRKV[n] = state_RKV
         u_NRCV[n].baddbmm_(w_NRCK[n], state_RKV, alpha=-1)
-        state_RKV = torch.baddbmm(x.carry_all_NR11[n] * state_RKV, write_NRKC[n], u_NRCV[n])
-    scores_NRCC = _bmm(x.q_NRCK, x.k_NRCK.mT).mul_(x.decay_NRCC)
-    o_NRCV = _bmm(x.carry_NRC1 * x.q_NRCK, states_NRKV, plus=_bmm(scores_NRCC, u_NRCV))
+        state_RKV = torch.baddbmm(x.carry_out_NR11[n] * state_RKV, write_NRKC[n], u_NRCV[n])
+    scores_NRCC = bmm(x.q_NRCK, x.k_NRCK.mT).mul_(x.decay_NRCC)
+    o_NRCV = bmm(x.carry_NRC1 * x.q_NRCK, states_NRKV, plus=bmm(scores_NRCC, u_NRCV))
     return o_NRCV, states_NRKV, state_RKV
 
 
 def _backward_span(
-    x: _Chunks, states_NRKV: Tensor, do_NRCV: Tensor, dstate_RKV: Tensor, options: _Options
+    x: Chunks, states_NRKV: Tensor, do_NRCV: Tensor, dstate_RKV: Tensor, options: Options
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, beta, log decay (chunk layout) and of the state that came in."""
     q, k, beta, carry = x.q_NRCK, x.k_NRCK, x.beta_NRC1, x.carry_NRC1
-    error_NRCV = torch.addcmul(x.v_NRCV, carry, _bmm(k, states_NRKV), value=-1)  # V - d K S
-    u_NRCV = _bmm(x.inverse_NRCC, beta * error_NRCV)
-    w_NRCK = _bmm(x.inverse_NRCC, (beta * carry) * k)
-    du_NRCV = _bmm(_bmm(k, q.mT).mul_(x.decay_NRCC.mT), do_NRCV)
-    dstates_NRKV = _bmm((carry * q).mT, do_NRCV)
+    error_NRCV = torch.addcmul(x.v_NRCV, carry, bmm(k, states_NRKV), value=-1)  # V - d K S
+    u_NRCV = bmm(x.inverse_NRCC, beta * error_NRCV)
+    w_NRCK = bmm(x.inverse_NRCC, (beta * carry) * k)
+    scores_NRCC = bmm(q, k.mT).mul_(x.decay_NRCC)
+    du_NRCV = bmm(scores_NRCC.mT, do_NRCV)
+    dstates_NRKV = bmm((carry * q).mT, do_NRCV)
     # The recurrence, backwards; afterwards dstates[n] is the gradient of the state *after* chunk n.
     to_end_NRCK = x.to_end_NRC1 * k
     for n in reversed(range(len(u_NRCV))):
         du_NRCV[n].baddbmm_(to_end_NRCK[n], dstate_RKV)
-        earlier_RKV = dstates_NRKV[n].addcmul(x.carry_all_NR11[n], dstate_RKV)
+        earlier_RKV = dstates_NRKV[n].addcmul(x.carry_out_NR11[n], dstate_RKV)
         earlier_RKV.baddbmm_(w_NRCK[n].mT, du_NRCV[n], alpha=-1)
         dstates_NRKV[n] = dstate_RKV
         dstate_RKV = earlier_RKV
 
-    drhs_NRCV = _bmm(x.inverse_NRCC.mT, du_NRCV)  # of beta * error
+    drhs_NRCV = bmm(x.inverse_NRCC.mT, du_NRCV)  # of beta * error
     dv_NRCV = beta * drhs_NRCV
-    da_NRCC = _bmm(drhs_NRCV, u_NRCV.mT).mul_(x.decay_NRCC).tril_(-1)  # of -(K K^T)
-    dscores_NRCC = _bmm(do_NRCV, u_NRCV.mT).mul_(x.decay_NRCC)
-    dq_NRCK = carry * _bmm(do_NRCV, states_NRKV.mT)
-    dq_NRCK = _bmm(dscores_NRCC, k, plus=dq_NRCK)
+    da_NRCC = bmm(drhs_NRCV, u_NRCV.mT).mul_(x.decay_NRCC).tril_(-1)  # of -(K K^T)
+    dscores_NRCC = bmm(do_NRCV, u_NRCV.mT).mul_(x.decay_NRCC)
+    dq_NRCK = carry * bmm(do_NRCV, states_NRKV.mT)
+    dq_NRCK = bmm(dscores_NRCC, k, plus=dq_NRCK)
     # k appears as the reader of earlier writes (rows of A, the incoming state) and as the key that
     # later tokens read (columns). The decay's gradient needs the two apart.
-    seen_NRCK = _bmm(da_NRCC, k)
-    dk_row = -(carry * _bmm(dv_NRCV, states_NRKV.mT)).addcmul_(beta, seen_NRCK)
-    dk_col = x.to_end_NRC1 * _bmm(u_NRCV, dstates_NRKV.mT)
-    dk_col = _bmm(dscores_NRCC.mT, q, plus=dk_col)
-    dk_col = _bmm(da_NRCC.mT, beta * k, plus=dk_col, alpha=-1)
-    dbeta_NRC1 = _dot(drhs_NRCV, error_NRCV) - _dot(k, seen_NRCK)
+    seen_NRCK = bmm(da_NRCC, k)
+    dk_row = -(carry * bmm(dv_NRCV, states_NRKV.mT)).addcmul_(beta, seen_NRCK)
+    dk_col = x.to_end_NRC1 * bmm(u_NRCV, dstates_NRKV.mT)
+    dsum_end_NR1 = dot(k, dk_col).sum(-2)
+    dk_col = bmm(dscores_NRCC.mT, q, plus=dk_col)
+    dk_col = bmm(da_NRCC.mT, beta * k, plus=dk_col, alpha=-1)
+    dbeta_NRC1 = dot(drhs_NRCV, error_NRCV) - dot(k, seen_NRCK)
 
     # A running sum G_i multiplies, through exp, everything that row i reads, and divides all that
     # later rows read of token i: dG_i is rows minus columns. G_C also carries the state out.
-    q_dot, row_dot, col_dot = _dot(q, dq_NRCK), _dot(k, dk_row), _dot(k, dk_col)
+    q_dot, row_dot, col_dot = dot(q, dq_NRCK), dot(k, dk_row), dot(k, dk_col)
     dsum_NRC1 = q_dot + row_dot - col_dot
-    out_NR1 = (x.to_end_NRC1 * _dot(k, _bmm(u_NRCV, dstates_NRKV.mT))).sum(-2)
-    out_NR1 += x.carry_all_NR11[..., 0] * (dstates_NRKV * states_NRKV).sum((-1, -2)).unsqueeze(-1)
-    dsum_NRC1[..., -1, :] += out_NR1
+    kept_NR1 = dot(dstates_NRKV.flatten(2), states_NRKV.flatten(2))
+    dsum_NRC1[..., -1, :] += dsum_end_NR1 + x.carry_out_NR11[..., 0] * kept_NR1
     dlog_decay_NRC1 = dsum_NRC1.flip(-2).cumsum(-2).flip(-2)
 
     dk_NRCK = dk_row + dk_col

@@ -1,0 +1,221 @@
+"""Loading a teacher: every family becomes the same decoder, an LT2 with all layers full."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ltconvert.convert.checkpoint import load_student
+from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
+from ltconvert.convert.teachers.registry import family_of
+from ltconvert.convert.teachers.source import Source, resolve
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.convert.teachers.tokenizers import fit_tokenizer
+from ltconvert.errors import UserError
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A loaded teacher, frozen and in eval mode.
+
+    Attributes:
+        name: short name, for people.
+        source: what it was loaded from: hub id, package, or absolute path.
+        revision: hub commit or package version.
+        spec: its architecture.
+        model: an LT2ForCausalLM whose mixers are all full.
+        tokenizer: None when the source has none.
+        digest: names the weights: equal for equal tensors, whatever the dtype they are held in.
+        remarks: what a person should know, one line each.
+    """
+
+    name: str
+    source: str
+    revision: str | None
+    spec: TeacherSpec
+    model: LT2ForCausalLM
+    tokenizer: Any
+    digest: str
+    remarks: tuple[str, ...] = ()
+
+
+def load_teacher(
+    reference: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+) -> Teacher:
+    """Load a teacher from a packaged name, a ``.gguf`` file, a folder, or a hub id.
+
+    Raises:
+        UserError: unknown reference or family, broken or unfitting weights, in one line.
+    """
+    source = resolve(reference, revision=revision)
+    remarks = []
+    if source.config.get("model_type") == "lt2":
+        model = load_student(source.path, dtype=dtype, device=device)
+        spec = model.config.spec()
+    else:
+        spec = read_spec(source)
+        model, spec = _build(spec, source, dtype, device)
+        _set_generation(model, source, spec)
+        if source.gguf is not None:
+            remarks.append(f"weights dequantised from {source.gguf.formats()}")
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
+        remarks.append("there is no tokenizer with this model")
+    elif remark := fit_tokenizer(tokenizer, spec):
+        remarks.append(remark)
+    model.requires_grad_(False)
+    return Teacher(
+        name=source.name,
+        source=source.location,
+        revision=source.revision,
+        spec=spec,
+        model=model.eval(),
+        tokenizer=tokenizer,
+        digest=digest(model.state_dict()),
+        remarks=tuple(remarks),
+    )
+
+
+def describe_teacher(
+    reference: str, *, revision: str | None = None
+) -> tuple[TeacherSpec, dict[str, Any]]:
+    """``(spec, facts)`` without reading a weight.
+
+    Facts: name, kind, source, revision, model_type, parameters (tied ones once), stored_bytes
+    (None for a hub id), cache_bytes_per_token (keys and values in bf16, windows not counted).
+
+    Raises:
+        UserError: unknown reference or family.
+    """
+    source = resolve(reference, revision=revision, weights=False)
+    spec = read_spec(source)
+    slots = spec.num_layers * spec.num_loops
+    facts = {
+        "name": source.name,
+        "kind": source.kind,
+        "source": source.location,
+        "revision": source.revision,
+        "model_type": source.config.get("model_type"),
+        "parameters": count_parameters(spec),
+        "stored_bytes": source.stored_bytes(),
+        "cache_bytes_per_token": 2 * 2 * spec.num_key_value_heads * spec.head_dim * slots,
+    }
+    return spec, facts
+
+
+def read_spec(source: Source) -> TeacherSpec:
+    """The architecture of what a source holds, from its config alone."""
+    if source.config.get("model_type") == "lt2":
+        return LT2Config.from_dict(source.config).spec()
+    return family_of(source.config).read_spec(source.config)
+
+
+def count_parameters(spec: TeacherSpec) -> int:
+    """Parameters of the teacher, a tied head counted once."""
+    model = empty_model(spec)
+    total = sum(value.numel() for value in model.state_dict().values())
+    return total - (model.head_weight.numel() if spec.tie_word_embeddings else 0)
+
+
+def empty_model(spec: TeacherSpec) -> LT2ForCausalLM:
+    """The teacher without weights, on the meta device."""
+    with torch.device("meta"):
+        return LT2ForCausalLM(LT2Config.from_spec(spec))
+
+
+def digest(state: dict[str, Tensor]) -> str:
+    """sha256 over names, shapes and a sample of each tensor rounded to bf16."""
+    hasher = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        hasher.update(f"{name} {tuple(value.shape)};".encode())
+        flat = value.detach().reshape(-1)
+        step = max(1, flat.numel() // _SAMPLES)
+        sample = flat[::step][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
+        hasher.update(sample.view(torch.int16).numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def _build(
+    spec: TeacherSpec, source: Source, dtype: torch.dtype, device: str | torch.device
+) -> tuple[LT2ForCausalLM, TeacherSpec]:
+    """The model with the source's weights; the spec unties a head that is stored and differs."""
+    shapes = {name: value.shape for name, value in empty_model(spec).state_dict().items()}
+    state = collect(source.tensors(), shapes, dtype, device)
+    if spec.tie_word_embeddings and _HEAD in state:
+        if torch.equal(state[_HEAD], state.get(_EMBEDDING, state[_HEAD])):
+            del state[_HEAD]
+        else:
+            spec = replace(spec, tie_word_embeddings=False)
+    missing = sorted(set(shapes) - set(state) - ({_HEAD} if spec.tie_word_embeddings else set()))
+    if missing:
+        raise UserError(
+            f"{source.location} lacks {len(missing)} of {len(shapes)} tensors of its config, "
+            f"first {missing[0]}: the checkpoint is not complete"
+        )
+    model = empty_model(spec)
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    return model, spec
+
+
+def collect(
+    tensors: Iterable[tuple[str, Tensor]],
+    shapes: dict[str, torch.Size],
+    dtype: torch.dtype,
+    device: str | torch.device,
+) -> dict[str, Tensor]:
+    """The tensors by canonical name, each exactly once and of the expected shape.
+
+    Raises:
+        UserError: a tensor that the config has no place for, that comes twice, or whose shape or
+            dtype does not fit.
+    """
+    state: dict[str, Tensor] = {}
+    for name, value in tensors:
+        if name not in shapes:
+            raise UserError(f"the checkpoint has a tensor {name}, its config has no place for it")
+        if name in state:
+            raise UserError(f"the checkpoint has the tensor {name} twice")
+        if value.shape != shapes[name]:
+            raise UserError(
+                f"tensor {name} has shape {tuple(value.shape)}, "
+                f"the config says {tuple(shapes[name])}"
+            )
+        if value.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise UserError(
+                f"tensor {name} is stored as {value.dtype}: give a checkpoint that is not quantised"
+            )
+        state[name] = value.to(device=device, dtype=dtype)
+    return state
+
+
+def _set_generation(model: LT2ForCausalLM, source: Source, spec: TeacherSpec) -> None:
+    """Generation settings of the folder, with the spec's special ids."""
+    from transformers import GenerationConfig
+
+    ids = {
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_id,
+        "pad_token_id": spec.pad_token_id,
+    }
+    settings = GenerationConfig()
+    if source.gguf is None and (source.path / "generation_config.json").is_file():
+        settings = GenerationConfig.from_pretrained(source.path)
+    settings.update(**ids)
+    try:
+        settings.validate(strict=True)
+    except ValueError:  # published combinations that transformers refuses to save
+        settings = GenerationConfig(**ids)
+    model.generation_config = settings

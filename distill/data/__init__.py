@@ -1,0 +1,16 @@
+"""Text to training rows: sources, the held-out split, tokens, packing, a position that can be saved.
+
+    documents       the documents of one split, once, in the source's own order
+    PackedStream    endless packed rows of one split, with an exact saved position
+    heldout_batches a fixed, finite list of packed rows of the held-out split
+    Batch           what both give: ids, labels, document of each token, padding
+"""
+
+from __future__ import annotations
+
+from ltconvert.distill.data.batch import Batch
+from ltconvert.distill.data.documents import Document
+from ltconvert.distill.data.pack import PackedStream, heldout_batches
+from ltconvert.distill.data.sources import documents, open_source
+
+__all__ = ["Batch", "Document", "PackedStream", "documents", "heldout_batches", "open_source"]

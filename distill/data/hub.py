@@ -1,0 +1,86 @@
+"""Hub data sets, streamed: nothing is downloaded before it is read, in the data set's own order.
+
+The saved position is the `datasets` library's own state plus a number of documents after it.
+Some versions of that library stop advancing their state after a resume; then the number grows
+instead, so that a second resume continues exactly as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from ltconvert.distill.data.documents import Document, record_document
+from ltconvert.errors import UserError
+from ltconvert.recipes.schema import DataSettings
+
+Cursor = dict[str, Any]
+
+
+class HubSource:
+    """A streamed data set. Cursors are {"epoch", "state", "skip"}, small and JSON-able."""
+
+    def __init__(self, settings: DataSettings) -> None:
+        self.name = settings.source
+        self.fingerprint = f"{settings.source}/{settings.hub_config}/{settings.hub_split}"
+        self._settings = settings
+        self._dataset = _load(settings)
+        self._live: Cursor | None = None
+        self._records: Iterator[dict[str, Any]] = iter(())
+
+    def start(self) -> Cursor:
+        """The first document of the first epoch."""
+        return {"epoch": 0, "state": None, "skip": 0}
+
+    def read(self, cursor: Cursor, count: int) -> tuple[list[Document], Cursor]:
+        """Up to `count` documents from `cursor`, and the cursor after them."""
+        if cursor != self._live:
+            self._open(cursor)
+        records = self._take(count)
+        if len(records) < count:
+            following: Cursor = {"epoch": cursor["epoch"] + 1, "state": None, "skip": 0}
+            self._live = None
+        else:
+            following = self._advance(cursor, count)
+            self._live = following
+        documents = (record_document(record, self._settings, self.name) for record in records)
+        return [document for document in documents if document is not None], following
+
+    def _open(self, cursor: Cursor) -> None:
+        self._dataset = _load(self._settings)  # a fresh one: no state of an earlier iteration
+        if cursor["state"] is not None:
+            self._dataset.load_state_dict(cursor["state"])
+        self._records = iter(self._dataset)
+        self._take(cursor["skip"])
+
+    def _take(self, count: int) -> list[dict[str, Any]]:
+        try:
+            return list(itertools.islice(self._records, count))
+        except Exception as error:
+            raise _hub_error(self._settings, error) from error
+
+    def _advance(self, cursor: Cursor, count: int) -> Cursor:
+        state = self._dataset.state_dict()
+        if state == cursor["state"]:
+            return {**cursor, "skip": cursor["skip"] + count}
+        return {"epoch": cursor["epoch"], "state": state, "skip": 0}
+
+
+def _load(settings: DataSettings) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(
+            settings.source, settings.hub_config, split=settings.hub_split, streaming=True
+        )
+    except Exception as error:
+        raise _hub_error(settings, error) from error
+
+
+def _hub_error(settings: DataSettings, error: Exception) -> UserError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return UserError(
+        f"data.source {settings.source!r} is no file or folder here, and reading it from the hub "
+        f"failed: {reason}"
+    )

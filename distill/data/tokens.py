@@ -1,0 +1,75 @@
+"""Documents as token ids, closed by one separator token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ltconvert.distill.data.documents import Document
+from ltconvert.errors import UserError
+
+# What base models were pretrained to see between documents. An instruct tokenizer's eos often is
+# the end of a turn instead (SmolLM2: `<|im_end|>`), so these names come first.
+_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
+
+
+class Encoder:
+    """A tokenizer with its separator, and its beginning-of-text token if it puts one itself."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.separator = separator_id(tokenizer)
+        ids = tokenizer("a")["input_ids"]
+        bos = tokenizer.bos_token_id
+        self._bos = bos if bos is not None and len(ids) > 1 and ids[0] == bos else None
+
+    def encode(self, documents: Sequence[Document]) -> list[np.ndarray]:
+        """Token ids of every document, int64, the separator last."""
+        if not documents:
+            return []
+        texts = [self._render(document) for document in documents]
+        encoded = self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # no warning about the model's length: rows are cut later
+        )["input_ids"]
+        return [self._close(ids) for ids in encoded]
+
+    def _render(self, document: Document) -> str:
+        if isinstance(document.content, str):
+            return document.content
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise UserError(
+                "the data holds chats, but the teacher's tokenizer has no chat template; "
+                "use a text data set, or a teacher with a template"
+            )
+        try:
+            return self._tokenizer.apply_chat_template(document.content, tokenize=False)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"the teacher's chat template refuses a chat: {reason}") from error
+
+    def _close(self, ids: list[int]) -> np.ndarray:
+        if self._bos is not None and (not ids or ids[0] != self._bos):
+            ids = [self._bos, *ids]
+        return np.array([*ids, self.separator], np.int64)
+
+
+def separator_id(tokenizer: Any) -> int:
+    """Id of the token that stands between documents: the base vocabulary's end of text.
+
+    Raises:
+        UserError: the tokenizer knows none.
+    """
+    vocabulary = tokenizer.get_vocab()
+    for name in _SEPARATORS:
+        if name in vocabulary:
+            return vocabulary[name]
+    if tokenizer.eos_token_id is None:
+        names = ", ".join(_SEPARATORS)
+        raise UserError(f"the tokenizer has no end-of-text token (looked for eos, {names})")
+    return tokenizer.eos_token_id

@@ -1,0 +1,141 @@
+"""Method ``kl-greedy``: make the best layer full in the linear student, score again, and so on.
+
+Scores of single layers (``kl-fast``) do not know that two layers may do the same work; scoring
+again after every pick does. A round costs a batch at most ``N - (N - 1) / (2 T)`` forwards (layers
+already picked drop out) and one whole pass of each model; there are as many rounds as layers kept.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+
+from ltconvert.convert.transfer import swapped
+from ltconvert.distill.data import Batch
+from ltconvert.distill.selection.probe import Probe, Stopwatch, kl_sum, read_batch
+from ltconvert.distill.selection.ranking import Stability, order
+from ltconvert.distill.selection.result import Cost, Scores
+from ltconvert.distill.selection.walk import in_dtype, walk, with_mixer
+
+
+@dataclass
+class Round:
+    """KL sums of one round, on the batches seen so far.
+
+    Attributes:
+        base: of the student with the layers picked before.
+        with_layer: of that student with one more layer full; infinite for layers picked before.
+        winners: the best layer after each batch.
+    """
+
+    base: float = 0.0
+    with_layer: list[float] = field(default_factory=list)
+    tokens: int = 0
+    winners: list[list[int]] = field(default_factory=list)
+
+    def gains(self) -> list[float]:
+        """By how much each layer lowers the KL a token; minus infinity for layers picked before."""
+        return [(self.base - kl) / self.tokens for kl in self.with_layer]
+
+
+@dataclass
+class Picks:
+    """The layers picked, in order, with their gains; what the base KL was before each pick."""
+
+    layers: list[int] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)
+    base_kl: list[float] = field(default_factory=list)
+
+
+def rank(probe: Probe) -> Scores:
+    """Pick ``probe.keep`` layers one by one; a round ends early once its winner has settled."""
+    state = probe.progress.state
+    picks, cost = Picks(**state.get("picks", {})), Cost(**state.get("cost", {}))
+    current = _round(state.get("round"))
+    watch, early = Stopwatch(cost.seconds), bool(state.get("early", False))
+    last = current
+    while len(picks.layers) < probe.keep:
+        stability = Stability(probe.settings.stable_rounds, current.winners)
+        for batch in probe.batches[len(current.winners) :]:
+            if stability.settled:
+                break
+            score_batch(probe, batch, picks.layers, current, cost)
+            stability.add(order(current.gains())[:1])
+            cost.seconds = watch.seconds
+            _save(probe, picks, current, cost, early)
+        early = early or len(current.winners) < len(probe.batches)
+        _pick(probe, picks, current)
+        last, current = current, Round()
+        if len(picks.layers) < probe.keep:
+            _save(probe, picks, current, cost, early)
+    return _scores(picks, last, cost, early)
+
+
+def _round(saved: dict | None) -> Round:
+    return Round(**saved) if saved else Round()
+
+
+def _save(probe: Probe, picks: Picks, current: Round, cost: Cost, early: bool) -> None:
+    probe.progress.save(
+        {"picks": asdict(picks), "round": asdict(current), "cost": asdict(cost), "early": early}
+    )
+
+
+def _pick(probe: Probe, picks: Picks, current: Round) -> None:
+    gains = current.gains()
+    best = order(gains)[0]
+    picks.layers.append(best)
+    picks.gains.append(gains[best])
+    picks.base_kl.append(current.base / current.tokens)
+    probe.say(
+        f"select: layer {best} is pick {len(picks.layers)} of {probe.keep}: "
+        f"KL {picks.base_kl[-1]:.4f} -> {picks.base_kl[-1] - gains[best]:.4f}"
+    )
+
+
+def score_batch(probe: Probe, batch: Batch, picked: list[int], current: Round, cost: Cost) -> None:
+    """Add one batch to the round: the student with ``picked`` full, alone and with each other layer."""
+    teacher, student = probe.teacher, probe.student
+    inputs, labels_N = read_batch(batch, probe.device)
+    full = [layer.mixer for layer in teacher.model.layers]
+    kls = [math.inf] * probe.num_layers
+    with probe.quiet_forward(), ExitStack() as stack:
+        for layer in picked:
+            stack.enter_context(swapped(student, layer, in_dtype(full[layer], student.dtype)))
+        target = walk(teacher, inputs)
+        base = walk(student, inputs)
+        visits = base.visits
+        for layer in sorted(set(range(probe.num_layers)) - set(picked)):
+            hidden_NC, more = with_mixer(base, layer, full[layer])
+            kls[layer] = kl_sum(student, hidden_NC, teacher, target.hidden_NC, labels_N)
+            visits += more
+        current.base += kl_sum(student, base.hidden_NC, teacher, target.hidden_NC, labels_N)
+    so_far = current.with_layer or [0.0] * probe.num_layers
+    current.with_layer = [a + b for a, b in zip(so_far, kls, strict=True)]
+    current.tokens += labels_N.numel()
+    cost.add_visits(target.visits, target.visits, inputs.tokens)
+    cost.add_visits(visits, base.visits, inputs.tokens)
+    cost.tokens += inputs.tokens
+
+
+def _scores(picks: Picks, last: Round, cost: Cost, early: bool) -> Scores:
+    gains = last.gains()
+    for layer, gain in zip(picks.layers, picks.gains, strict=True):
+        gains[layer] = gain
+    rest = [layer for layer in order(last.gains()) if layer not in picks.layers]
+    rounds = [math.nan] * len(gains)
+    for index, layer in enumerate(picks.layers):
+        rounds[layer] = float(index + 1)
+    return Scores(
+        columns={"gain": gains, "round": rounds},
+        ranking=picks.layers + rest,
+        main="gain",
+        history=[sorted(picks.layers[: n + 1]) for n in range(len(picks.layers))],
+        stopped_early=early,
+        facts={
+            "student_kl": picks.base_kl[0],
+            "kl_after_picks": [b - g for b, g in zip(picks.base_kl, picks.gains, strict=True)],
+        },
+        cost=cost,
+    )

@@ -1,0 +1,212 @@
+"""The invariants of every student: families x mixers x loops, on tiny random models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import FAMILIES, tiny_model, tiny_spec, tokens
+
+from ltconvert.convert.checkpoint import load_student, save_student
+from ltconvert.convert.students.loop import make_schedule
+from ltconvert.convert.students.lt2 import LT2ForCausalLM, exit_probabilities
+from ltconvert.convert.transfer import build_student
+
+MIXERS = {
+    "full": ["full", "full", "full"],
+    "window": ["window", "window", "window"],
+    "gdn": ["gdn", "gdn", "gdn"],
+    "hybrid": ["gdn", "full", "window"],
+}
+CASES = [(family, name) for family in FAMILIES for name in MIXERS]
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # models run in fp64, RoPE tables are fp32
+
+
+def student(family: str, mixers: str, loops: int = 2, **options: object) -> LT2ForCausalLM:
+    spec = tiny_spec(family, num_loops=loops)
+    return tiny_model(spec, MIXERS[mixers], window_tokens=5, sdpa_gate=True, loop_residual=True, **options).double()
+
+
+@pytest.mark.parametrize(("family", "mixers"), CASES)
+def test_cached_equals_uncached(family: str, mixers: str) -> None:
+    model, ids = student(family, mixers), tokens(2, 21)
+    with torch.no_grad():
+        whole = model(ids).logits
+        cache = model.new_cache()
+        pieces = [ids[:, :9], ids[:, 9:12], *ids[:, 12:].split(1, dim=1)]
+        logits = torch.cat([model(piece, cache=cache).logits for piece in pieces], dim=1)
+    torch.testing.assert_close(logits, whole, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("family", "mixers"), CASES)
+def test_left_padded_batch_equals_single_rows(family: str, mixers: str) -> None:
+    model, lengths = student(family, mixers), (17, 4, 9)
+    rows = [tokens(1, n, seed=n) for n in lengths]
+    ids, mask = torch.zeros(3, 17, dtype=torch.long), torch.zeros(3, 17, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, -row.shape[1] :], mask[i, -row.shape[1] :] = row[0], 1
+    more = tokens(3, 3, seed=5)
+    with torch.no_grad():
+        cache = model.new_cache()
+        batch = model(ids, attention_mask=mask, cache=cache).logits
+        mask = torch.cat([mask, torch.ones(3, 3, dtype=torch.long)], dim=1)
+        after = torch.cat([
+            model(more[:, t : t + 1], attention_mask=mask[:, : 18 + t], cache=cache).logits for t in range(3)
+        ], dim=1)
+        for i, row in enumerate(rows):
+            alone = model(torch.cat([row, more[i : i + 1]], dim=1)).logits[0]
+            torch.testing.assert_close(batch[i, -row.shape[1] :], alone[:-3], **TOLERANCE)
+            torch.testing.assert_close(after[i], alone[-3:], **TOLERANCE)
+
+
+@pytest.mark.parametrize(("family", "mixers"), CASES)
+def test_packed_equals_separate(family: str, mixers: str) -> None:
+    model, ids = student(family, mixers), tokens(2, 23)
+    cuts = ([0, 9, 10, 23], [0, 2, 15, 23])
+    segments = torch.zeros(2, 23, dtype=torch.int32)
+    for row, cut in enumerate(cuts):
+        for document, (start, stop) in enumerate(zip(cut, cut[1:], strict=False)):
+            segments[row, start:stop] = document
+    with torch.no_grad():
+        packed = model(ids, segment_ids=segments).logits
+        for row, cut in enumerate(cuts):
+            for start, stop in zip(cut, cut[1:], strict=False):
+                alone = model(ids[row : row + 1, start:stop]).logits
+                torch.testing.assert_close(packed[row : row + 1, start:stop], alone, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("family", "mixers"), CASES)
+def test_right_padding_and_the_future_do_not_leak(family: str, mixers: str) -> None:
+    model, ids = student(family, mixers), tokens(1, 15)
+    changed = ids.clone()
+    changed[:, 11:] = tokens(1, 4, seed=8)
+    mask = torch.ones_like(ids)
+    mask[:, 11:] = 0
+    with torch.no_grad():
+        expected = model(ids[:, :11]).logits
+        torch.testing.assert_close(model(changed).logits[:, :11], expected, **TOLERANCE)
+        torch.testing.assert_close(model(ids, attention_mask=mask).logits[:, :11], expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("loops", [1, 2, 3, 4])
+@pytest.mark.parametrize("mixers", list(MIXERS))
+def test_every_loop_count_has_its_own_cache_slots(mixers: str, loops: int) -> None:
+    model, ids = student("ouro", mixers, loops), tokens(1, 8)
+    with torch.no_grad():
+        cache = model.new_cache()
+        assert len(cache) == loops * 3 == model.config.num_hidden_layers
+        model(ids[:, :7], cache=cache)
+        last = model(ids[:, 7:], cache=cache).logits
+        torch.testing.assert_close(last, model(ids).logits[:, 7:], **TOLERANCE)
+
+
+@pytest.mark.parametrize("mixers", list(MIXERS))
+def test_prelude_and_coda_run_once(mixers: str) -> None:
+    model = student("llama", mixers, 3, prelude_layers=1, coda_layers=1)
+    visits = [(step.layer, step.loop) for step in model.model.schedule]
+    assert visits == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 2)]
+    ids = tokens(1, 8)
+    with torch.no_grad():
+        cache = model.new_cache()
+        split = [model(piece, cache=cache).logits for piece in ids.split(4, dim=1)]
+        torch.testing.assert_close(torch.cat(split, dim=1), model(ids).logits, **TOLERANCE)
+
+
+def test_slots_are_loop_times_layers_plus_layer() -> None:
+    assert all(s.slot == s.loop * 5 + s.layer for s in make_schedule(5, 4))
+    with pytest.raises(ValueError, match="at least one layer"):
+        make_schedule(3, 2, prelude=2, coda=1)
+
+
+@pytest.mark.parametrize("mixers", list(MIXERS))
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_with_cache_equals_without(mixers: str, beams: int) -> None:
+    model, ids = student("ouro", mixers), tokens(2, 6)
+    ids[0, :2] = 0
+    arguments = {"attention_mask": (ids != 0).long(), "max_new_tokens": 7, "num_beams": beams, "pad_token_id": 0}
+    cached = model.generate(ids, do_sample=False, **arguments)
+    plain = model.generate(ids, do_sample=False, use_cache=False, **arguments)
+    assert cached.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("mixers", list(MIXERS))
+def test_generation_goes_on_from_a_cache(mixers: str) -> None:
+    model, ids = student("llama", mixers), tokens(1, 6)
+    whole = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    first = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    cache = getattr(first, "cache", None) or first.past_key_values
+    name = "cache" if hasattr(first, "cache") else "past_key_values"
+    second = model.generate(first.sequences, max_new_tokens=5, do_sample=False, pad_token_id=0, **{name: cache})
+    assert second.tolist() == whole.tolist()
+
+
+def test_sampling_is_reproducible() -> None:
+    model, ids = student("llama", "hybrid"), tokens(1, 6)
+    samples = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        samples.append(model.generate(ids, max_new_tokens=12, do_sample=True, top_p=0.9, pad_token_id=0).tolist())
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("loops", [1, 2, 3, 4])
+def test_a_student_that_keeps_all_layers_is_its_teacher(family: str, loops: int) -> None:
+    teacher, ids = tiny_model(tiny_spec(family, num_loops=loops)), tokens(2, 19)
+    options = {"sdpa_gate": True, "loop_residual": True}  # both neutral at the start
+    with torch.no_grad():
+        expected = teacher(ids).logits
+        for share in (True, False):
+            kept = build_student(teacher, ["full"] * 3, options, share=share)
+            torch.testing.assert_close(kept(ids).logits, expected, atol=0, rtol=0)
+        wide = build_student(teacher, ["window"] * 3, {"window_tokens": 19})
+        torch.testing.assert_close(wide(ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reloaded_student_is_the_live_one_in_a_fresh_process(family: str, tmp_path) -> None:
+    model, ids = student(family, "hybrid").float(), tokens(1, 9)
+    save_student(model, None, tmp_path / "student", {"teacher": family})
+    with torch.no_grad():
+        expected = model(ids).logits
+        torch.testing.assert_close(load_student(tmp_path / "student")(ids).logits, expected, atol=0, rtol=0)
+    if family not in ("llama", "ouro"):  # a process each is slow; a tied and an untied looped one do
+        return
+    torch.save((ids, expected), tmp_path / "expected.pt")
+    code = (
+        "import sys, torch; from transformers import AutoModelForCausalLM\n"
+        "m = AutoModelForCausalLM.from_pretrained(sys.argv[1] + '/student', trust_remote_code=True)\n"
+        "ids, expected = torch.load(sys.argv[1] + '/expected.pt')\n"
+        "with torch.no_grad(): assert torch.equal(m(ids).logits, expected)\n"
+    )
+    command = [sys.executable, "-P", "-c", code, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_exit_probabilities_by_hand() -> None:
+    gates = torch.tensor([[[0.0, 1.0, -2.0, 5.0]]])
+    leave = torch.sigmoid(gates[0, 0]).tolist()
+    stay = [1 - p for p in leave]
+    expected = [leave[0], leave[1] * stay[0], leave[2] * stay[0] * stay[1], stay[0] * stay[1] * stay[2]]
+    torch.testing.assert_close(exit_probabilities(gates)[0, 0], torch.tensor(expected))
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    model, ids = student("ouro", "hybrid").train(), tokens(2, 11)
+    model(ids, labels=ids).loss.backward()
+    plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(ids, labels=ids).loss.backward()
+    for a, b in zip(plain, (p.grad for p in model.parameters() if p.grad is not None), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_foreign_cache_is_refused() -> None:
+    from transformers import DynamicCache
+
+    with pytest.raises(ValueError, match=r"model\.new_cache"):
+        student("llama", "gdn")(tokens(1, 3), cache=DynamicCache())

@@ -1,0 +1,95 @@
+"""Tiny random models of every family's architecture, shared by the tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
+from ltconvert.convert.teachers.spec import TeacherSpec
+
+NUM_LAYERS = 3
+VOCAB = 97
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,  # not hidden_size // num_attention_heads
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "attention_scale": 12**-0.5,
+    "rope": {"default": {"rope_type": "default", "rope_theta": 10_000.0}},
+    "layer_rope": ("default",) * NUM_LAYERS,
+    "layer_windows": (None,) * NUM_LAYERS,
+}
+_DIFFERENCES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": "head"},
+    "smollm3": {"layer_rope": ("default", None, "default")},
+    "olmo2": {"norm_layout": "post", "qk_norm": "full"},
+    "gemma2": {
+        "norm_layout": "sandwich",
+        "norm_offset": 1.0,
+        "attention_softcap": 5.0,
+        "final_softcap": 3.0,
+        "embedding_scale": 32**0.5,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_windows": (7, None, 7),
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "norm_layout": "sandwich",
+        "norm_offset": 1.0,
+        "qk_norm": "head",
+        "layer_windows": (7, 7, None),
+        "rope": {
+            "local": {"rope_type": "default", "rope_theta": 10_000.0},
+            "global": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+        "layer_rope": ("local", "local", "global"),
+    },
+    "ouro": {
+        "norm_layout": "sandwich",
+        "loop_norm": "every",
+        "exit_gate": True,
+        "num_key_value_heads": 4,
+        "num_loops": 4,
+    },
+}
+FAMILIES = tuple(_DIFFERENCES)
+
+
+def tiny_spec(family: str = "llama", **changes: Any) -> TeacherSpec:
+    """The architecture of a family at toy size; sizes are odd on purpose."""
+    return replace(TeacherSpec(family=family, **{**_BASE, **_DIFFERENCES[family]}), **changes)
+
+
+def scatter(model: torch.nn.Module, seed: int = 0) -> None:
+    """Random weights large enough that a wrong formula shows, norms and neutral starts included."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1 or "norm" in name or "conv" in name or "rate" in name:
+                parameter.add_(0.2 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+
+
+def tiny_model(spec: TeacherSpec, mixers: list[str] | None = None, seed: int = 0, **options: Any) -> LT2ForCausalLM:
+    """A random teacher (``mixers`` left out) or student."""
+    model = LT2ForCausalLM(LT2Config.from_spec(spec, mixers, **options)).eval()
+    scatter(model, seed)
+    return model
+
+
+def tokens(rows: int, length: int, seed: int = 1) -> torch.Tensor:
+    """Random token ids [rows, length]; 0 is left for padding."""
+    return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
