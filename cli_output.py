@@ -24,6 +24,11 @@ def print_line(text: str = "") -> None:
     print(text, flush=True)
 
 
+def print_note(text: str) -> None:
+    """A line beside the result, on stderr, so that stdout holds the result alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def print_facts(title: str, facts: Mapping[str, Any]) -> None:
     """A title and one `name  value` line a fact."""
     print_line(title)
@@ -45,8 +50,14 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         table.add_row(*row)
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    Console(width=width, markup=False, highlight=False).print(table)
+    if sys.stdout.isatty():
+        Console(markup=False, highlight=False).print(table)
+        return
+    console = Console(width=PLAIN_WIDTH, markup=False, highlight=False, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    print_line("\n".join(lines).strip("\n"))
 
 
 def bar(share: float, width: int = 20) -> str:
@@ -66,7 +77,12 @@ def human_bytes(count: float) -> str:
 
 def human_count(count: float) -> str:
     """A count as 950, 40.9 K, 134.5 M or 1.43 B."""
-    for limit, divisor, unit in ((1e3, 1, ""), (1e6, 1e3, " K"), (1e9, 1e6, " M"), (1e12, 1e9, " B")):
+    for limit, divisor, unit in (
+        (1e3, 1, ""),
+        (1e6, 1e3, " K"),
+        (1e9, 1e6, " M"),
+        (1e12, 1e9, " B"),
+    ):
         if abs(count) < limit:
             return f"{count / divisor:.4g}{unit}"
     return f"{count / 1e12:.4g} T"

@@ -44,6 +44,10 @@ class Kernel(enum.StrEnum):
     triton = "triton"
 
 
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM; the message says what was kept, when anything was running."""
+
+
 @dataclass(frozen=True)
 class Session:
     """The shared flags of one call."""
@@ -122,9 +126,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
         Precision.auto,
     ),
     "kernel": (
-        Annotated[
-            Kernel, typer.Option(help="Backend of the kernels.", rich_help_panel="Shared")
-        ],
+        Annotated[Kernel, typer.Option(help="Backend of the kernels.", rich_help_panel="Shared")],
         Kernel.auto,
     ),
     "as_json": (
@@ -168,7 +170,11 @@ def with_session(verb: Callable[..., None]) -> Callable[..., None]:
             debug=shared["debug"],
         )
         prepare(session)
-        verb(session, **options)
+        try:
+            verb(session, **options)
+        except KeyboardInterrupt as interrupt:
+            # Typer would turn it into a bare exit code, and the message would be lost.
+            raise Interrupted(str(interrupt)) from interrupt
 
     hints = typing.get_type_hints(verb, include_extras=True)
     own = [
@@ -205,10 +211,10 @@ def run(app: typer.Typer, arguments: list[str]) -> int:
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug, as_json = "--debug" in options, "--json" in options
     try:
-        code = app(args=arguments, prog_name="ltconvert", standalone_mode=False)
-        return _interrupted(as_json) if code == INTERRUPTED else int(code or 0)
-    except (KeyboardInterrupt, typer.Abort):
-        return _interrupted(as_json)
+        code = int(app(args=arguments, prog_name="ltconvert", standalone_mode=False) or 0)
+        return _fail("interrupted", code, as_json) if code == INTERRUPTED else code
+    except (Interrupted, KeyboardInterrupt, typer.Abort) as interrupt:
+        return _fail(str(interrupt) or "interrupted", INTERRUPTED, as_json)
     except BrokenPipeError:
         # The reader of a pipe left (`| head`); Python would complain again while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -228,7 +234,8 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, UserError):
         return text, 2
     if hasattr(error, "format_message"):  # a wrong call, as the command-line parser found it
-        return " ".join(error.format_message().split()) + "; see --help", 2
+        message = " ".join(error.format_message().split())
+        return f"{message.rstrip('.')}; see --help", 2
     name = type(error).__name__
     if name == "OutOfMemoryError" or "allocate memory" in text or isinstance(error, MemoryError):
         advice = "lower micro_batch_rows or seq_len_tokens of the stage, see `ltconvert plan`"
@@ -237,10 +244,6 @@ def explain(error: Exception) -> tuple[str, int]:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or text}", 2
     return f"{name}: {text}", 1
-
-
-def _interrupted(as_json: bool) -> int:
-    return _fail("interrupted; the same command goes on from the last checkpoint", INTERRUPTED, as_json)
 
 
 def _fail(message: str, code: int, as_json: bool) -> int:

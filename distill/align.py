@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.distill.data import Batch, PackedStream
+from ltconvert.distill.data import Batch
 from ltconvert.distill.losses import contribution_loss, kept_squares
-from ltconvert.distill.stage import CHECKPOINT_FOLDER, StageInputs, StageResult
-from ltconvert.distill.trainer import TrainResult, train
+from ltconvert.distill.resume import clean_up
+from ltconvert.distill.stage import StageInputs, StageResult
+from ltconvert.distill.trainer import TrainResult
 from ltconvert.recipes.schema import AlignSettings
 
 CALIBRATION_BATCHES = 4
@@ -195,33 +196,12 @@ def _run_group(
 ) -> TrainResult:
     """Calibrate and train the mixers of some layers over the whole token budget."""
     objective = AlignObjective(inputs.teacher.model, inputs.student, layers, lr=settings.lr)
-
-    def stream() -> PackedStream:
-        return PackedStream(
-            inputs.recipe.data,
-            inputs.tokenizer,
-            split="train",
-            seq_len_tokens=settings.seq_len_tokens,
-            rows=settings.micro_batch_rows,
-            seed=inputs.seed,
-        )
-
     # A checkpoint holds what calibration changed.
-    if settings.calibrate and not (folder / CHECKPOINT_FOLDER).exists():
-        batches = [batch.to(inputs.device) for batch in islice(stream(), CALIBRATION_BATCHES)]
+    if settings.calibrate and not clean_up(folder):
+        batches = [batch.to(inputs.device) for batch in islice(inputs.stream(settings), CALIBRATION_BATCHES)]
         with inputs.autocast():
             calibrate(inputs.teacher.model, inputs.student, batches, layers)
-    return train(
-        objective,
-        stream(),
-        settings,
-        stage=name,
-        stage_dir=folder,
-        log=inputs.log,
-        precision=inputs.precision,
-        device=inputs.device,
-        seed=inputs.seed,
-    )
+    return inputs.train(objective, settings, folder, name)
 
 
 def _park(student: LT2ForCausalLM, layer: int, inputs: StageInputs, *, active: bool) -> None:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM, LT2Output
 from ltconvert.distill.align import is_converted
-from ltconvert.distill.data import Batch, PackedStream
+from ltconvert.distill.data import Batch
 from ltconvert.distill.stage import StageInputs, StageResult
-from ltconvert.distill.trainer import train
 from ltconvert.kernels.linear_kl import LinearKL, linear_kl
 from ltconvert.recipes.schema import LogitsSettings
 
@@ -150,25 +149,7 @@ def run(
 ) -> StageResult:
     """Distil the teacher's logits into ``inputs.student``; resumes from ``stage_dir`` by itself."""
     objective = prepare(inputs, settings)
-    stream = PackedStream(
-        inputs.recipe.data,
-        inputs.tokenizer,
-        split="train",
-        seq_len_tokens=settings.seq_len_tokens,
-        rows=settings.micro_batch_rows,
-        seed=inputs.seed,
-    )
-    trained = train(
-        objective,
-        stream,
-        settings,
-        stage=stage,
-        stage_dir=stage_dir,
-        log=inputs.log,
-        precision=inputs.precision,
-        device=inputs.device,
-        seed=inputs.seed,
-    )
+    trained = inputs.train(objective, settings, stage_dir, stage)
     objective.module.gradient_checkpointing_disable()
     facts = {"tokens": trained.tokens, "steps": trained.steps, "seconds": trained.seconds}
     return StageResult(objective.module.eval().requires_grad_(False), facts=facts)

@@ -30,26 +30,28 @@ from ltconvert.convert.teachers.load import Teacher
 from ltconvert.convert.transfer import build_student, restore_full, student_options
 from ltconvert.distill import align, logits, longctx, select, summary
 from ltconvert.distill.data import Batch, heldout_batches
-from ltconvert.distill.dependencies import chain, check_owner, check_same_run, fingerprint
+from ltconvert.distill.dependencies import (
+    chain,
+    check_owner,
+    check_same_run,
+    fingerprint,
+    recorded_precision,
+)
 from ltconvert.distill.evaluation.scores import heldout_scores
 from ltconvert.distill.precision import pick_precision
-from ltconvert.distill.runlog import RunLog
-from ltconvert.distill.selection.ranking import count_full_layers
-from ltconvert.distill.selection.result import Selection
-from ltconvert.distill.stage import (
-    CHECKPOINT_FOLDER,
-    SELECTION_FILE,
-    STUDENT_FOLDER,
-    StageInputs,
+from ltconvert.distill.records import (
     StageRecord,
-    StageResult,
     clear_disk_errors,
     is_main_process,
     read_record,
     versions,
     wait_for_everyone,
-    write_json,
 )
+from ltconvert.distill.resume import CHECKPOINT
+from ltconvert.distill.runlog import RunLog
+from ltconvert.distill.selection.ranking import count_full_layers
+from ltconvert.distill.selection.result import Selection
+from ltconvert.distill.stage import SELECTION_FILE, STUDENT_FOLDER, StageInputs, StageResult
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import Recipe
 
@@ -290,7 +292,7 @@ class Pipeline:
         """Delete what nobody needs once a stage has finished."""
         if not is_main_process():
             return
-        for checkpoint in self.folder(stage).glob(f"**/{CHECKPOINT_FOLDER}*"):
+        for checkpoint in self.folder(stage).glob(f"**/{CHECKPOINT}*"):
             shutil.rmtree(checkpoint, ignore_errors=True)
         if stage == "longctx":
             shutil.rmtree(self.folder("logits") / STUDENT_FOLDER, ignore_errors=True)

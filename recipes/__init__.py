@@ -63,14 +63,21 @@ def load(reference: str) -> dict[str, Any]:
     )
 
 
-def resolve(reference: str, *, budget: str | None = None, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe `reference` with `budget` and then `overrides` ("a.b=c") laid over it."""
+def resolve(
+    reference: str,
+    *,
+    budget: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    overrides: Iterable[str] = (),
+) -> Recipe:
+    """The recipe `reference` with `budget`, `options`, `overrides` ("a.b=c") over it, in turn."""
     merged: dict[str, Any] = {"name": Path(reference).stem}
     loaded = load(reference)
     check_known(loaded, where=f"recipe {reference}")
     _merge(merged, loaded)
     if budget is not None:
         _merge(merged, budget_settings(budget))
+    _merge(merged, options or {})
     for override in overrides:
         _merge(merged, parse_override(override))
     return validate(merged, where=f"recipe {reference}")

@@ -77,7 +77,7 @@ def _table(model: type[BaseModel], names: list[str]) -> str:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name in names:
         field = model.model_fields[name]
-        cells = (f"`{name}`", _type(field), _default(field), _meaning(model, name))
+        cells = (f"`{name}`", _type(field), _default(field), meaning(model, name))
         rows.append("| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
 
@@ -116,8 +116,8 @@ def _default(field: FieldInfo) -> str:
     return yaml.safe_dump(default, default_flow_style=True).removesuffix("\n...\n").strip() or "''"
 
 
-def _meaning(model: type[BaseModel], name: str) -> str:
-    """The description, or that of the nearest base class that has one."""
+def meaning(model: type[BaseModel], name: str) -> str:
+    """What a setting means: its description, or that of the nearest base class that has one."""
     for base in model.__mro__:
         fields = getattr(base, "model_fields", {})
         if name in fields and fields[name].description:

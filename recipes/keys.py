@@ -48,7 +48,8 @@ def check_known(mapping: Mapping[str, Any], *, where: str) -> None:
     models = sections()
     for key, value in mapping.items():
         if key not in Recipe.model_fields:
-            raise UserError(f"{where}: unknown key {key}{_did_you_mean(str(key))}")
+            inner = f".{next(iter(value))}" if isinstance(value, Mapping) and value else ""
+            raise UserError(f"{where}: unknown key {key}{_did_you_mean(f'{key}{inner}')}")
         if key not in models:
             continue
         if not isinstance(value, Mapping):
@@ -83,18 +84,15 @@ def one_line(error: ValidationError) -> str:
 
 
 def _did_you_mean(wrong: str) -> str:
-    """The nearest dotted key: by the whole name, else the same leaf in another section."""
+    """The nearest dotted key: the same leaf in another section, or the most alike name."""
     known = dotted_keys()
     leaf = wrong.rpartition(".")[2]
-    same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
-    if same_leaf:
-        return f"; did you mean {' or '.join(same_leaf)}?"
-    if "." in wrong:
-        return nearest(wrong, known) or "; `ltconvert recipes show` lists all keys"
-    by_leaf = difflib.get_close_matches(
-        leaf, [key.rpartition(".")[2] for key in known] + list(sections()), n=1
-    )
-    if by_leaf:
-        match = [key for key in known if key.rpartition(".")[2] == by_leaf[0]]
-        return f"; did you mean {' or '.join(match or by_leaf)}?"
-    return "; `ltconvert recipes show` lists all keys"
+    matches = [key for key in known if key.rpartition(".")[2] == leaf]
+    if not matches:
+        candidates = known if "." in wrong else [key.rpartition(".")[2] for key in known]
+        alike = difflib.get_close_matches(wrong, [*candidates, *sections()], n=1)
+        matches = [key for key in known if alike and alike[0] in (key, key.rpartition(".")[2])]
+        matches = matches or alike
+    if not matches:
+        return "; `ltconvert recipes show` lists all keys"
+    return f"; did you mean {' or '.join(matches)}?"

@@ -22,7 +22,7 @@ class Settings(BaseModel):
 class StudentSettings(Settings):
     """What the student is: its mixer, how many layers stay full, how it loops."""
 
-    kind: Literal["lt2"] = "lt2"
+    kind: Literal["lt2"] = Field("lt2", description="family of the student")
     mixer: Literal["gdn", "window", "full"] = Field(
         "gdn", description="mixer of every converted layer"
     )
@@ -128,7 +128,9 @@ class AlignSettings(TrainSettings):
     layers_at_once: int | None = Field(
         None,
         gt=0,
-        description="train so many layers a pass over the data: less memory, one pass a group; default: all",
+        description=(
+            "train so many layers a pass over the data: less memory, one pass a group; default: all"
+        ),
     )
 
 

@@ -12,24 +12,29 @@ _SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 _PYTORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
 
 
-def fetch(repo: str, revision: str | None, *, weights: bool) -> tuple[Path, str]:
-    """``(local folder, commit)`` of a hub repository; no code of the repository is fetched.
+def fetch(repo: str, revision: str | None) -> tuple[Path, str]:
+    """``(local folder, commit)`` of a hub repository's small files; none of its code is fetched.
 
     Args:
         repo: ``owner/name``.
         revision: branch, tag or commit; None for the default branch.
-        weights: fetch the weights too; safetensors where the repository has them.
 
     Raises:
         UserError: no such repository or revision, no access, no connection.
     """
     folder = _snapshot(repo, revision, _SMALL_FILES)
-    commit = folder.name
-    if weights:
-        _snapshot(repo, commit, _SMALL_FILES + _SAFETENSORS)
-        if not any(folder.glob("model*.safetensors")):
-            _snapshot(repo, commit, _SMALL_FILES + _PYTORCH)
-    return folder, commit
+    return folder, folder.name
+
+
+def fetch_weights(repo: str, commit: str) -> None:
+    """Add the weights to what ``fetch`` got; safetensors where the repository has them.
+
+    Raises:
+        UserError: as ``fetch``.
+    """
+    folder = _snapshot(repo, commit, _SAFETENSORS)
+    if not any(folder.glob("model*.safetensors")):
+        _snapshot(repo, commit, _PYTORCH)
 
 
 def _snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:

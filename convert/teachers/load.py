@@ -99,7 +99,7 @@ def describe_teacher(
     Raises:
         UserError: unknown reference or family.
     """
-    source = resolve(reference, revision=revision, weights=False)
+    source = resolve(reference, revision=revision)
     spec = read_spec(source)
     slots = spec.num_layers * spec.num_loops
     facts = {

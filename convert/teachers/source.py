@@ -50,7 +50,9 @@ class Source:
         return folders.read_config(self.path)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """``(canonical name, tensor)`` of every stored tensor."""
+        """``(canonical name, tensor)`` of every stored tensor; a hub's are fetched first."""
+        if self.kind == "hub":
+            hub.fetch_weights(self.location, str(self.revision))
         if self.gguf is not None:
             return gguf_names.tensors(self.gguf, self.config)
         return folders.tensors(self.path, self.config)
@@ -71,13 +73,12 @@ class Source:
             return None
 
 
-def resolve(reference: str, *, revision: str | None = None, weights: bool = True) -> Source:
-    """The source that a reference names.
+def resolve(reference: str, *, revision: str | None = None) -> Source:
+    """The source that a reference names; of a hub id only the small files are fetched.
 
     Args:
         reference: the name of a packaged teacher, a ``.gguf`` file, a model folder, or a hub id.
         revision: of a hub id: branch, tag or commit.
-        weights: False fetches only the small files of a hub id.
 
     Raises:
         UserError: it names none of these.
@@ -93,7 +94,7 @@ def resolve(reference: str, *, revision: str | None = None, weights: bool = True
         file, version = find_packaged(reference)
         return Source(reference, "package", PACKAGED[reference].distribution, file, version)
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", reference):
-        folder, commit = hub.fetch(reference, revision, weights=weights)
+        folder, commit = hub.fetch(reference, revision)
         return Source(reference.split("/")[1], "hub", reference, folder, commit)
     raise UserError(
         f"no teacher {reference!r}: expected a model folder, a .gguf file, a hub id owner/name, "

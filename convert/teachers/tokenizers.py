@@ -36,12 +36,14 @@ def folder_tokenizer(folder: Path) -> Any | None:
             raise UserError(f"cannot read the tokenizer in {folder}: {_line(error)}") from error
 
 
-def gguf_tokenizer(file: GGUFFile) -> Any:
-    """The tokenizer inside a GGUF file; kept in the user's cache, as making it takes seconds.
+def gguf_tokenizer(file: GGUFFile) -> Any | None:
+    """The tokenizer inside a GGUF file, or None; kept in the user's cache, as making it is slow.
 
     Raises:
         UserError: transformers cannot make one of it.
     """
+    if "tokenizer.ggml.tokens" not in file.metadata:
+        return None
     from transformers import AutoTokenizer
 
     kept = cache_folder() / "tokenizers" / file.header_digest[:32]

@@ -1,9 +1,9 @@
-"""Text to training rows: sources, the held-out split, tokens, packing, a position that can be saved.
+"""Text to training rows: sources, the held-out split, tokens, packing, a saved position.
 
-    documents       the documents of one split, once, in the source's own order
-    PackedStream    endless packed rows of one split, with an exact saved position
-    heldout_batches a fixed, finite list of packed rows of the held-out split
-    Batch           what both give: ids, labels, document of each token, padding
+- `documents`: the documents of one split, once, in the source's own order
+- `PackedStream`: endless packed rows of one split, with an exact saved position
+- `heldout_batches`: a fixed, finite list of packed rows of the held-out split
+- `Batch`: what both give: ids, labels, document of each token, padding
 """
 
 from __future__ import annotations

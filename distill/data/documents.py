@@ -35,7 +35,7 @@ class Document:
 
 
 def is_heldout(key: str, share: float) -> bool:
-    """Whether a document goes to the held-out split: a hash of its text, read as a number in [0, 1).
+    """Whether a document goes to the held-out split: a hash of its text, as a number in [0, 1).
 
     So the split depends on nothing but the text: not on the order, nor on the file it stands in,
     and copies of one document never stand on both sides.

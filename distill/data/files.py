@@ -61,7 +61,8 @@ class FilesSource:
             return text_document(_decode(raw, shard, line), self._settings.heldout_share)
         if not raw.strip():
             return None
-        place = f"{shard.path}, line {line + 1}"
+        unit = "row" if kind_of(shard.path) == "parquet" else "line"
+        place = f"{shard.path}, {unit} {line + 1}"
         try:
             record = json.loads(_decode(raw, shard, line))
         except json.JSONDecodeError as error:
@@ -127,7 +128,9 @@ def _decode(raw: bytes, shard: Shard, line: int) -> str:
         where = f"byte {shard.bounds[line] + error.start}"
         if shard.kind != "text":
             where = f"line {line + 1}"
-        raise UserError(f"{shard.path}, {where}: not UTF-8; convert it, for example with iconv") from None
+        raise UserError(
+            f"{shard.path}, {where}: not UTF-8; convert it, for example with iconv"
+        ) from None
 
 
 def _fingerprint(root: Path, shards: list[Shard]) -> str:

@@ -43,10 +43,11 @@ def _open_zst(path: Path) -> IO[bytes]:
     return zstandard.open(path, "rb")
 
 
+# All of them open for reading bytes by default.
 OPENERS: dict[str, Callable[[Path], Any]] = {
-    ".gz": lambda path: gzip.open(path, "rb"),
-    ".bz2": lambda path: bz2.open(path, "rb"),
-    ".xz": lambda path: lzma.open(path, "rb"),
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
     ".zst": _open_zst,
 }
 

@@ -20,6 +20,7 @@ from ltconvert.distill.data.sources import (
     open_source,
 )
 from ltconvert.distill.data.tokens import Encoder
+from ltconvert.distill.processes import rank_and_world
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import DataSettings
 
@@ -66,6 +67,7 @@ class PackedStream:
     Args:
         rows: rows a batch of this rank.
         seed: order of the documents, together with `settings.shuffle_seed`.
+        rank, world: which process of how many; default: what the launcher says.
 
     Raises:
         UserError: no such source, or an epoch of it is shorter than one row.
@@ -80,8 +82,8 @@ class PackedStream:
         seq_len_tokens: int,
         rows: int,
         seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
+        rank: int | None = None,
+        world: int | None = None,
     ) -> None:
         self._settings = settings
         self._seed = seed
@@ -89,7 +91,10 @@ class PackedStream:
         self._encoder = Encoder(tokenizer)
         self._split: Split = split
         self.seq_len_tokens = seq_len_tokens
-        self.rows, self.rank, self.world = rows, rank, world
+        here = rank_and_world()
+        self.rows = rows
+        self.rank = here[0] if rank is None else rank
+        self.world = here[1] if world is None else world
         self._epoch_tokens: int | None = 0  # None: the epoch was entered in its middle
         self._enter(self._source.start())
 
@@ -161,8 +166,8 @@ class PackedStream:
             raise empty_split(self._source.name, self._split, self._settings.heldout_share)
         if tokens is not None and tokens < self.seq_len_tokens:
             raise UserError(
-                f"data.source {self._source.name!r} has {tokens} tokens in its {self._split} split, "
-                f"fewer than one row of seq_len_tokens {self.seq_len_tokens}; "
+                f"data.source {self._source.name!r} has {tokens} tokens in its {self._split} "
+                f"split, fewer than one row of seq_len_tokens {self.seq_len_tokens}; "
                 "lower seq_len_tokens or give more text"
             )
 

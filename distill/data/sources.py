@@ -129,7 +129,9 @@ def empty_split(name: str, split: Split, share: float) -> UserError:
     """The error for a split that holds no document."""
     if split == "heldout":
         remedy = f"data.heldout_share is {share:g}: raise it, or give more documents"
-        return UserError(f"data.source {name!r}: no document fell into the held-out split; {remedy}")
+        return UserError(
+            f"data.source {name!r}: no document fell into the held-out split; {remedy}"
+        )
     return UserError(f"data.source {name!r} is empty: no document with text is left to train on")
 
 

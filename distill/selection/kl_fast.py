@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch
+from ltconvert.distill.progress import Bar
 from ltconvert.distill.selection.probe import Probe, Stopwatch, kl_sum, read_batch
 from ltconvert.distill.selection.ranking import Stability, mean_ranks, order
 from ltconvert.distill.selection.result import Cost, Scores
@@ -27,7 +28,7 @@ from ltconvert.distill.selection.walk import Walk, walk, with_mixer
 
 @dataclass
 class Sums:
-    """KL added up over tokens: the changed models' by layer, the all-linear student's, and how many tokens."""
+    """KL added up over ``tokens``: the changed models' by layer, the all-linear student's."""
 
     removed: list[float] = field(default_factory=list)
     restored: list[float] = field(default_factory=list)
@@ -38,7 +39,9 @@ class Sums:
         """Take in one more batch."""
         for name in ("removed", "restored"):
             mine, more = getattr(self, name), getattr(other, name)
-            setattr(self, name, [a + b for a, b in zip(mine or [0.0] * len(more), more, strict=True)])
+            setattr(
+                self, name, [a + b for a, b in zip(mine or [0.0] * len(more), more, strict=True)]
+            )
         self.student += other.student
         self.tokens += other.tokens
 
@@ -55,20 +58,23 @@ class Sums:
 
 
 def rank(probe: Probe) -> Scores:
-    """Score all layers batch by batch until the chosen set has settled or the batches are used up."""
+    """Score all layers batch by batch until the choice has settled or the batches are used up."""
     state = probe.progress.state
     sums, cost = Sums(**state.get("sums", {})), Cost(**state.get("cost", {}))
     stability = Stability(probe.settings.stable_rounds, state.get("history", []))
     watch = Stopwatch(cost.seconds)
-    for index in range(len(stability.history), len(probe.batches)):
-        if stability.settled:
-            break
-        score_batch(probe, probe.batches[index], sums, cost)
-        ranking, _, _ = ranked(sums)
-        stability.add(ranking[: probe.keep])
-        cost.seconds = watch.seconds
-        probe.progress.save({"sums": asdict(sums), "cost": asdict(cost), "history": stability.history})
-        report(probe, index, sums, stability)
+    to_do = probe.batches[len(stability.history) :]
+    directions = 2 if probe.settings.direction == "both" else 1
+    with probe.bar(len(to_do) * directions * probe.num_layers) as bar:
+        for batch in to_do:
+            if stability.settled:
+                break
+            score_batch(probe, batch, sums, cost, bar)
+            stability.add(ranked(sums)[0][: probe.keep])
+            cost.seconds = watch.seconds
+            probe.progress.save(
+                {"sums": asdict(sums), "cost": asdict(cost), "history": stability.history}
+            )
     ranking, main, higher_is_better = ranked(sums)
     return Scores(
         columns=sums.columns(),
@@ -83,7 +89,7 @@ def rank(probe: Probe) -> Scores:
 
 
 def ranked(sums: Sums) -> tuple[list[int], str, bool]:
-    """Layers from the most valuable on, the column that says so, and whether it grows with value."""
+    """Layers by value, the column that says so, and whether it grows with value."""
     columns = sums.columns()
     if "mean_rank" not in columns:
         ((name, column),) = columns.items()
@@ -91,7 +97,7 @@ def ranked(sums: Sums) -> tuple[list[int], str, bool]:
     return order([-value for value in columns["mean_rank"]]), "mean_rank", False
 
 
-def score_batch(probe: Probe, batch: Batch, sums: Sums, cost: Cost) -> None:
+def score_batch(probe: Probe, batch: Batch, sums: Sums, cost: Cost, bar: Bar) -> None:
     """Add one batch to the sums and to the cost."""
     teacher, student, direction = probe.teacher, probe.student, probe.settings.direction
     inputs, labels_N = read_batch(batch, probe.device)
@@ -102,13 +108,17 @@ def score_batch(probe: Probe, batch: Batch, sums: Sums, cost: Cost) -> None:
         cost.add_visits(target.visits, slots, tokens)
         if direction != "restore":
             mixers = [layer.mixer for layer in student.model.layers]
-            more.removed, visits = _each_layer(target, mixers, teacher, target.hidden_NC, labels_N)
+            more.removed, visits = _each_layer(
+                target, mixers, teacher, target.hidden_NC, labels_N, bar
+            )
             cost.add_visits(visits, slots, tokens)
         if direction != "remove":
             base = walk(student, inputs)
             mixers = [layer.mixer for layer in teacher.model.layers]
             more.student = kl_sum(student, base.hidden_NC, teacher, target.hidden_NC, labels_N)
-            more.restored, visits = _each_layer(base, mixers, teacher, target.hidden_NC, labels_N)
+            more.restored, visits = _each_layer(
+                base, mixers, teacher, target.hidden_NC, labels_N, bar
+            )
             cost.add_visits(base.visits + visits, base.visits, tokens)
     cost.tokens += tokens
     sums.add(more)
@@ -120,21 +130,13 @@ def _each_layer(
     teacher: LT2ForCausalLM,
     target_NC: Tensor,
     labels_N: Tensor,
+    bar: Bar,
 ) -> tuple[list[float], int]:
-    """KL to the teacher of ``base`` with each layer's mixer replaced in turn, and the layer visits."""
+    """KL to the teacher with each layer of ``base`` replaced in turn, and the layer visits."""
     total, kls = 0, []
     for layer, mixer in enumerate(mixers):
         hidden_NC, visits = with_mixer(base, layer, mixer)
         kls.append(kl_sum(base.model, hidden_NC, teacher, target_NC, labels_N))
         total += visits
+        bar.advance()
     return kls, total
-
-
-def report(probe: Probe, index: int, sums: Sums, stability: Stability) -> None:
-    """One line a batch: what would be chosen now and for how long it has been the same."""
-    chosen = ", ".join(map(str, stability.history[-1]))
-    student = f", linear student's KL {sums.student / sums.tokens:.4f}" if sums.restored else ""
-    probe.say(
-        f"select: batch {index + 1}/{len(probe.batches)}, full layers so far [{chosen}], "
-        f"unchanged for {stability.unchanged} batches{student}"
-    )

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field
 
 from ltconvert.convert.transfer import swapped
 from ltconvert.distill.data import Batch
+from ltconvert.distill.progress import Bar
 from ltconvert.distill.selection.probe import Probe, Stopwatch, kl_sum, read_batch
 from ltconvert.distill.selection.ranking import Stability, order
 from ltconvert.distill.selection.result import Cost, Scores
-from ltconvert.distill.selection.walk import in_dtype, walk, with_mixer
+from ltconvert.distill.selection.walk import fitting, walk, with_mixer
 
 
 @dataclass
@@ -57,13 +58,15 @@ def rank(probe: Probe) -> Scores:
     last = current
     while len(picks.layers) < probe.keep:
         stability = Stability(probe.settings.stable_rounds, current.winners)
-        for batch in probe.batches[len(current.winners) :]:
-            if stability.settled:
-                break
-            score_batch(probe, batch, picks.layers, current, cost)
-            stability.add(order(current.gains())[:1])
-            cost.seconds = watch.seconds
-            _save(probe, picks, current, cost, early)
+        to_do = probe.batches[len(current.winners) :]
+        with probe.bar(len(to_do) * (probe.num_layers - len(picks.layers))) as bar:
+            for batch in to_do:
+                if stability.settled:
+                    break
+                score_batch(probe, batch, picks.layers, current, cost, bar)
+                stability.add(order(current.gains())[:1])
+                cost.seconds = watch.seconds
+                _save(probe, picks, current, cost, early)
         early = early or len(current.winners) < len(probe.batches)
         _pick(probe, picks, current)
         last, current = current, Round()
@@ -88,21 +91,23 @@ def _pick(probe: Probe, picks: Picks, current: Round) -> None:
     picks.layers.append(best)
     picks.gains.append(gains[best])
     picks.base_kl.append(current.base / current.tokens)
-    probe.say(
+    probe.inputs.log.say(
         f"select: layer {best} is pick {len(picks.layers)} of {probe.keep}: "
         f"KL {picks.base_kl[-1]:.4f} -> {picks.base_kl[-1] - gains[best]:.4f}"
     )
 
 
-def score_batch(probe: Probe, batch: Batch, picked: list[int], current: Round, cost: Cost) -> None:
-    """Add one batch to the round: the student with ``picked`` full, alone and with each other layer."""
+def score_batch(
+    probe: Probe, batch: Batch, picked: list[int], current: Round, cost: Cost, bar: Bar
+) -> None:
+    """Add one batch: the student with ``picked`` full, alone and with each other layer."""
     teacher, student = probe.teacher, probe.student
     inputs, labels_N = read_batch(batch, probe.device)
     full = [layer.mixer for layer in teacher.model.layers]
     kls = [math.inf] * probe.num_layers
     with probe.quiet_forward(), ExitStack() as stack:
         for layer in picked:
-            stack.enter_context(swapped(student, layer, in_dtype(full[layer], student.dtype)))
+            stack.enter_context(swapped(student, layer, fitting(full[layer], student)))
         target = walk(teacher, inputs)
         base = walk(student, inputs)
         visits = base.visits
@@ -110,6 +115,7 @@ def score_batch(probe: Probe, batch: Batch, picked: list[int], current: Round, c
             hidden_NC, more = with_mixer(base, layer, full[layer])
             kls[layer] = kl_sum(student, hidden_NC, teacher, target.hidden_NC, labels_N)
             visits += more
+            bar.advance()
         current.base += kl_sum(student, base.hidden_NC, teacher, target.hidden_NC, labels_N)
     so_far = current.with_layer or [0.0] * probe.num_layers
     current.with_layer = [a + b for a, b in zip(so_far, kls, strict=True)]

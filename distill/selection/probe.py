@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from ltconvert.kernels.linear_kl import linear_scores
 
 if TYPE_CHECKING:
     from ltconvert.distill.data import Batch
-    from ltconvert.distill.runlog import RunLog
-    from ltconvert.recipes.schema import Recipe, SelectSettings
+    from ltconvert.distill.progress import Bar
+    from ltconvert.distill.stage import StageInputs
+    from ltconvert.recipes.schema import SelectSettings
 
 
 @dataclass
@@ -31,37 +32,37 @@ class Probe:
     """Inputs of a selection method.
 
     Attributes:
-        teacher: all layers full, frozen.
-        student: all layers linear (but those in ``fixed``), mixers aligned.
+        teacher: all layers full, frozen; may hold rounded weights, see ``logits.frozen_copy``.
+        student: all layers linear, mixers aligned; for forward passes, like the teacher.
         keep: how many physical layers will stay full.
         batches: the text that scores are measured on, the same in every call.
         progress: partial results; a method saves there after every unit of work.
         stage_dir: folder of the stage, for methods that train.
+        inputs: the stage's own inputs, with both models' exact weights, for methods that train.
     """
 
     teacher: LT2ForCausalLM
     student: LT2ForCausalLM
     keep: int
     settings: SelectSettings
-    recipe: Recipe
     batches: Sequence[Batch]
-    tokenizer: Any
     progress: Progress
-    log: RunLog | None
-    precision: str
-    device: torch.device
     stage_dir: Path
-    seed: int = 0
+    inputs: StageInputs
 
     @property
     def num_layers(self) -> int:
         """Physical layers."""
         return len(self.teacher.model.layers)
 
-    def say(self, text: str) -> None:
-        """One line for the person at the terminal."""
-        if self.log is not None:
-            self.log.say(text)
+    @property
+    def device(self) -> torch.device:
+        """Where both models are."""
+        return self.inputs.device
+
+    def bar(self, total: int) -> AbstractContextManager[Bar]:
+        """A progress bar over ``total`` scored layers."""
+        return self.inputs.log.bar(f"select {self.settings.method}", total, "layers")
 
     @contextmanager
     def quiet_forward(self) -> Iterator[None]:
@@ -69,9 +70,8 @@ class Probe:
         modes = [(model, model.training) for model in (self.teacher, self.student)]
         for model, _ in modes:
             model.eval()
-        bf16 = self.precision == "bf16"
         try:
-            with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            with torch.no_grad(), self.inputs.autocast():
                 yield
         finally:
             for model, training in modes:
@@ -79,7 +79,7 @@ class Probe:
 
 
 def read_batch(batch: Batch, device: torch.device) -> tuple[Inputs, Tensor]:
-    """The inputs of a pass that scores every token with a next token, and those tokens' labels [N]."""
+    """The inputs of a pass that scores every token with a successor, and those successors [N]."""
     batch = batch.to(device)
     at_BT = (batch.labels_BT >= 0) & batch.keep_BT
     keep_BT = None if bool(batch.keep_BT.all()) else batch.keep_BT
@@ -94,7 +94,7 @@ def kl_sum(
     teacher_NC: Tensor,
     labels_N: Tensor,
 ) -> float:
-    """KL(teacher || student) in nats, added up in fp64 over the tokens whose hidden states are given."""
+    """KL(teacher || student) in nats, added up in fp64 over the N tokens."""
     scores = linear_scores(
         student_NC,
         student.head_weight,

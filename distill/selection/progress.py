@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ltconvert.distill.stage import write_json
+from ltconvert.distill.records import is_main_process, write_json
 
 
 class Progress:
     """A dict of partial results that survives the process.
 
-    Python writes floats so that they read back the same, hence a resumed sum is the undisturbed sum.
+    Python writes floats so that they read back the same: a resumed sum is the undisturbed sum.
 
     Args:
         path: the file; None keeps everything in memory.
@@ -37,12 +37,12 @@ class Progress:
     def save(self, state: dict[str, Any]) -> None:
         """Replace the partial results."""
         self.state = state
-        if self.path is not None:
+        if self.path is not None and is_main_process():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, {"fingerprint": self.fingerprint, "state": state})
 
     def clear(self) -> None:
         """Forget them: the selection itself is written."""
         self.state = {}
-        if self.path is not None:
+        if self.path is not None and is_main_process():
             self.path.unlink(missing_ok=True)

@@ -20,15 +20,16 @@ def count_full_layers(full_layers: int | float | Sequence[int], num_layers: int)
     """
     if isinstance(full_layers, bool) or not isinstance(full_layers, int | float | Sequence):
         raise UserError(
-            f"student.full_layers is {full_layers!r}; expected a share (0.25), a count (8) or a list ([0, 4])"
+            f"student.full_layers is {full_layers!r}; "
+            "expected a share (0.25), a count (8) or a list ([0, 4])"
         )
     if isinstance(full_layers, Sequence):
         return len(listed_layers(full_layers, num_layers))
     if isinstance(full_layers, float):
         if not 0.0 <= full_layers <= 1.0:
             raise UserError(
-                f"student.full_layers is {full_layers}; a share lies between 0.0 and 1.0 "
-                f"(write {math.floor(full_layers) if math.isfinite(full_layers) else 1} to mean a count)"
+                f"student.full_layers is {full_layers}; a share lies between 0.0 and 1.0, "
+                "a count has no decimal point"
             )
         return 0 if full_layers == 0 else max(1, math.floor(full_layers * num_layers + 0.5))
     if not 0 <= full_layers <= num_layers:
@@ -45,14 +46,16 @@ def listed_layers(layers: Sequence[int], num_layers: int) -> list[int]:
     Raises:
         UserError: an entry is no layer of the teacher, or stands there twice.
     """
-    bad = [x for x in layers if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < num_layers]
+    known = range(num_layers)
+    bad = [x for x in layers if isinstance(x, bool) or not isinstance(x, int) or x not in known]
     if bad:
         raise UserError(
-            f"student.full_layers names layer {bad[0]!r}; the teacher's physical layers are 0 to {num_layers - 1}"
+            f"student.full_layers names layer {bad[0]!r}; "
+            f"the teacher's physical layers are 0 to {num_layers - 1}"
         )
     twice = sorted({x for x in layers if list(layers).count(x) > 1})
     if twice:
-        raise UserError(f"student.full_layers names layer {twice[0]} more than once; name each layer once")
+        raise UserError(f"student.full_layers names layer {twice[0]} more than once; name it once")
     return sorted(layers)
 
 

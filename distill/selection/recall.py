@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.evaluation.recall import RecallExamples, retrieval_examples
+from ltconvert.distill.progress import Bar
 from ltconvert.distill.selection.probe import Probe, Stopwatch
 from ltconvert.distill.selection.ranking import Stability, order
 from ltconvert.distill.selection.result import Cost, Scores
@@ -47,25 +48,23 @@ class Sums:
 
 
 def rank(probe: Probe) -> Scores:
-    """Score all layers batch by batch until the chosen set has settled or the examples are used up."""
+    """Score all layers batch by batch until the choice has settled or the examples are used up."""
     batches = example_batches(probe)
     state = probe.progress.state
     sums, cost = Sums(**state.get("sums", {})), Cost(**state.get("cost", {}))
     stability = Stability(probe.settings.stable_rounds, state.get("history", []))
     watch = Stopwatch(cost.seconds)
-    for batch in batches[len(stability.history) :]:
-        if stability.settled:
-            break
-        score_batch(probe, batch, sums, cost)
-        stability.add(order(sums.columns()["log_prob_drop"])[: probe.keep])
-        cost.seconds = watch.seconds
-        probe.progress.save(
-            {"sums": asdict(sums), "cost": asdict(cost), "history": stability.history}
-        )
-        probe.say(
-            f"select: {sums.examples} retrieval examples, teacher answers "
-            f"{sums.base_exact / sums.examples:.0%}, full layers so far {stability.history[-1]}"
-        )
+    to_do = batches[len(stability.history) :]
+    with probe.bar(len(to_do) * probe.num_layers) as bar:
+        for batch in to_do:
+            if stability.settled:
+                break
+            score_batch(probe, batch, sums, cost, bar)
+            stability.add(order(sums.columns()["log_prob_drop"])[: probe.keep])
+            cost.seconds = watch.seconds
+            probe.progress.save(
+                {"sums": asdict(sums), "cost": asdict(cost), "history": stability.history}
+            )
     columns = sums.columns()
     return Scores(
         columns=columns,
@@ -89,7 +88,9 @@ def example_batches(probe: Probe) -> list[RecallExamples]:
     """
     length, count = probe.settings.seq_len_tokens, probe.settings.recall_examples
     try:
-        examples = retrieval_examples(probe.tokenizer, length, count, probe.seed, KIND)
+        examples = retrieval_examples(
+            probe.inputs.tokenizer, length, count, probe.inputs.seed, KIND
+        )
     except UserError as error:
         reason = str(error).split(";")[0]
         raise UserError(f"{reason}; raise select.seq_len_tokens") from None
@@ -98,14 +99,15 @@ def example_batches(probe: Probe) -> list[RecallExamples]:
     return [examples.rows(first, first + rows) for first in range(0, count, rows)]
 
 
-def score_batch(probe: Probe, examples: RecallExamples, sums: Sums, cost: Cost) -> None:
+def score_batch(probe: Probe, examples: RecallExamples, sums: Sums, cost: Cost, bar: Bar) -> None:
     """Add one batch: the teacher as it is, and with each layer linear."""
     teacher = probe.teacher
     examples = examples.to(probe.device)
     ids_BT, start_B = examples.input_ids_BT, examples.answer_start_B
     index_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     # The token before each answer token predicts it.
-    inputs = Inputs(ids_BT, None, None, (index_T >= start_B[:, None] - 1) & (index_T < len(index_T) - 1))
+    at_BT = (index_T >= start_B[:, None] - 1) & (index_T < len(index_T) - 1)
+    inputs = Inputs(ids_BT, None, None, at_BT)
     log_prob, exact = [0.0] * probe.num_layers, [0] * probe.num_layers
     with probe.quiet_forward():
         base = walk(teacher, inputs)
@@ -115,6 +117,7 @@ def score_batch(probe: Probe, examples: RecallExamples, sums: Sums, cost: Cost) 
             hidden_AC, more = with_mixer(base, layer, block.mixer)
             log_prob[layer], exact[layer] = answers(teacher, hidden_AC, inputs)
             visits += more
+            bar.advance()
     sums.base_log_prob += base_log_prob
     sums.base_exact += base_exact
     sums.log_prob = _plus(sums.log_prob, log_prob)
@@ -125,13 +128,13 @@ def score_batch(probe: Probe, examples: RecallExamples, sums: Sums, cost: Cost) 
 
 
 def answers(model: LT2ForCausalLM, hidden_AC: Tensor, inputs: Inputs) -> tuple[float, int]:
-    """Sum over rows of the mean log-probability of the answer's tokens, and the rows wholly right."""
+    """Sum over rows of the answer tokens' mean log-probability, and the rows wholly right."""
     logits_AV = model.logits(hidden_AC).float()
     target_A = inputs.input_ids_BT[:, 1:][inputs.at_BT[:, :-1]]
     row_A = inputs.at_BT.nonzero()[:, 0]
     rows = inputs.at_BT.shape[0]
     log_prob_A = -F.cross_entropy(logits_AV, target_A, reduction="none").double()
-    total_B = torch.zeros(rows, dtype=torch.float64, device=row_A.device).index_add(0, row_A, log_prob_A)
+    total_B = torch.bincount(row_A, weights=log_prob_A, minlength=rows)
     wrong_A = logits_AV.argmax(-1) != target_A
     wrong_B = torch.bincount(row_A, weights=wrong_A.double(), minlength=rows)
     return float((total_B / inputs.at_BT.sum(-1)).sum()), int((wrong_B == 0).sum())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ltconvert.distill.stage import write_json
+from ltconvert.distill.records import write_json
 from ltconvert.errors import UserError
 
 
@@ -43,7 +44,7 @@ class Scores:
     Attributes:
         columns: per-layer numbers by name; a layer's NaN means that it was never scored.
         ranking: all physical layers, the most valuable first.
-        main: the column that tells most, which a table shows as bars; None where nothing was measured.
+        main: the column that a table shows as bars; None where nothing was measured.
         higher_is_better: whether a large value of that column means keep.
         history: the chosen set after every batch (or round).
         stopped_early: the set had settled before the data ran out.
@@ -78,6 +79,7 @@ class Selection:
     stopped_early: bool
     facts: dict[str, Any]
     cost: Cost
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def setting(self) -> str:
@@ -88,7 +90,8 @@ class Selection:
         """Plain values, NaN as None, ready for JSON."""
         plain = asdict(self) | {"set": self.setting}
         plain["scores"] = {
-            name: [None if value != value else value for value in column] for name, column in self.scores.items()
+            name: [None if math.isnan(value) else value for value in column]
+            for name, column in self.scores.items()
         }
         return plain
 
@@ -117,5 +120,6 @@ class Selection:
             raise UserError(f"no selection at {path}; run the select stage first") from None
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path} is not a selection that ltconvert wrote ({type(error).__name__}: {error}); remove it and select again"
+                f"{path} is no selection of ltconvert ({type(error).__name__}: {error}); "
+                "remove it and select again"
             ) from None

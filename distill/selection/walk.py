@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ltconvert.convert.mixers import SequenceContext
-from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.loop import LoopState
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.transfer import swapped
 
 
@@ -70,9 +70,7 @@ def walk(model: LT2ForCausalLM, inputs: Inputs) -> Walk:
     """One whole pass, stopping before each layer's first visit to keep the state."""
     inner = model.model
     h_BTC = inner.embed(inputs.input_ids_BT)
-    context = inner.context(
-        h_BTC, attention_mask=inputs.keep_BT, segment_ids=inputs.segment_ids_BT
-    )
+    context = inner.context(h_BTC, attention_mask=inputs.keep_BT, segment_ids=inputs.segment_ids_BT)
     state, slot = inner.start(h_BTC), 0
     states: list[LoopState] = []
     for stop in first_slots(model):  # ascending: prelude, core and coda keep the layers' order
@@ -93,13 +91,15 @@ def with_mixer(base: Walk, layer: int, mixer: nn.Module) -> tuple[Tensor, int]:
         from the layer's first visit to the end.
     """
     slot = first_slots(base.model)[layer]
-    with swapped(base.model, layer, in_dtype(mixer, base.model.dtype)):
+    with swapped(base.model, layer, fitting(mixer, base.model)):
         state = base.model.model.run(base.states[layer], base.context, first_slot=slot)
     return state.h_BTC[base.inputs.at_BT], len(base.model.model.schedule) - slot
 
 
-def in_dtype(mixer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The mixer itself when all of it is in ``dtype``, else a copy that is."""
-    if all(p.dtype == dtype for p in mixer.parameters()):
+def fitting(mixer: nn.Module, model: LT2ForCausalLM) -> nn.Module:
+    """The mixer in the dtype of ``model``; itself where autocast sees to that."""
+    dtype = model.dtype
+    cast_anyway = torch.is_autocast_enabled(model.device.type)
+    if cast_anyway or all(p.dtype == dtype for p in mixer.parameters()):
         return mixer
     return copy.deepcopy(mixer).to(dtype)

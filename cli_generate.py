@@ -1,0 +1,140 @@
+"""`ltconvert generate`: text from a student or a teacher, shown as it comes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ltconvert import cli_output as output
+from ltconvert.errors import UserError
+
+if TYPE_CHECKING:
+    from ltconvert.cli_session import Session
+    from ltconvert.convert.teachers.load import Teacher
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model reads: a text, or a chat of one user message."""
+
+    text: str
+    chat: bool = False
+    system: str | None = None
+
+    def ids(self, tokenizer: Any) -> list[int]:
+        """Token ids, special ones included.
+
+        Raises:
+            UserError: nothing to read, or a chat is wanted and there is no template.
+        """
+        if not self.chat:
+            ids = list(tokenizer(self.text)["input_ids"])
+            if not ids:
+                raise UserError("the prompt is empty; give a text with --prompt")
+            return ids
+        if not tokenizer.chat_template:
+            raise UserError("this model has no chat template; leave out --chat and --system")
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": self.text})
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; temperature 0 takes the likeliest."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    beams: int = 1
+    seed: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of transformers' `generate`."""
+        options: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "num_beams": self.beams,
+            "repetition_penalty": self.repetition_penalty,
+            "do_sample": self.temperature > 0,
+        }
+        if self.temperature > 0:
+            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return options
+
+
+def run(session: Session, reference: str, prompt: Prompt, sampling: Sampling) -> None:
+    """Load the model, continue the prompt, print the text (with `--json` a document)."""
+    import torch
+    from transformers import TextStreamer
+
+    model = load(session, reference)
+    ids = prompt.ids(model.tokenizer)
+    streamer = None
+    if not session.json and sampling.beams == 1:
+        streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    torch.manual_seed(sampling.seed)
+    input_ids = torch.tensor([ids], device=model.model.device)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        sequence = model.model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            streamer=streamer,
+            pad_token_id=model.tokenizer.pad_token_id,
+            **sampling.options(),
+        )[0]
+    seconds = time.perf_counter() - began
+    new_ids = sequence[len(ids) :].tolist()
+    text = model.tokenizer.decode(new_ids, skip_special_tokens=True)
+    if session.json:
+        facts = {"prompt_tokens": len(ids), "new_tokens": len(new_ids), "seconds": seconds}
+        output.print_json({"text": text, **facts})
+        return
+    if streamer is None:
+        output.print_line(text)
+    if session.verbose:
+        speed = len(new_ids) / max(seconds, 1e-9)
+        output.print_note(f"{len(new_ids)} tokens in {seconds:.1f} s, {speed:.1f} a second")
+
+
+def load(session: Session, reference: str) -> Teacher:
+    """A student folder, the student of a run folder, or a teacher, ready to generate.
+
+    Raises:
+        UserError: it cannot be loaded, or has no tokenizer.
+    """
+    import torch
+
+    from ltconvert.convert.teachers.load import load_teacher
+
+    device = session.device()
+    session.choose_kernels(device)
+    precision, _ = session.precision(device)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = load_teacher(student_folder(reference), dtype=dtype, device=device)
+    if model.tokenizer is None:
+        raise UserError(f"{reference} comes without a tokenizer, so it cannot read a prompt")
+    return model
+
+
+def student_folder(reference: str) -> str:
+    """`reference`, or the finished student inside it when it is a run folder.
+
+    Raises:
+        UserError: a run folder whose student is not there yet.
+    """
+    folder = Path(reference)
+    if not (folder / "recipe.resolved.yaml").is_file():
+        return reference
+    if (folder / "student" / "config.json").is_file():
+        return str(folder / "student")
+    raise UserError(
+        f"{reference} is a run folder without a finished student; repeat its distill command"
+    )

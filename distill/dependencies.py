@@ -1,0 +1,135 @@
+"""What a stage's result depends on, and whether a run folder's content still fits it.
+
+Each stage depends on its own settings and on the stage before, back to the start, which depends on
+the teacher, the student, the data, the seed and the precision. What changes no result (when to
+write checkpoints, what to measure) is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ltconvert.distill.records import is_main_process, wait_for_everyone, write_json
+from ltconvert.errors import UserError
+
+if TYPE_CHECKING:
+    from ltconvert.convert.teachers.load import Teacher
+    from ltconvert.recipes.schema import Recipe
+
+RUN_FILE = "run.json"
+# Recomputed activations are the same activations, and checkpoints only say what is on disk.
+NEUTRAL = ("enabled", "checkpoint_minutes", "gradient_checkpointing")
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first field that differs, as (dotted name, value then, value now), or None."""
+    # Through JSON, so that a tuple and the list it was stored as are equal.
+    before, after = (flatten(json.loads(json.dumps(x))) for x in (then, now))
+    for name in [*after, *(name for name in before if name not in after)]:
+        if before.get(name) != after.get(name):
+            return name, before.get(name), after.get(name)
+    return None
+
+
+def check_same_run(
+    run_dir: Path, stage: str, then: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    """Refuse to continue a stage that was begun under other settings.
+
+    Raises:
+        UserError: names the field that changed, its value then and now.
+    """
+    difference = first_difference(then, now)
+    if difference is None:
+        return
+    name, before, after = difference
+    raise UserError(
+        f"{run_dir} holds a run whose stage {stage} was made with {name} = {before}, "
+        f"this call asks for {after}: set it back, or choose another output folder"
+    )
+
+
+def check_owner(run_dir: Path, recipe: Recipe, teacher: Teacher, precision: str) -> None:
+    """Claim a run folder, or make sure that this teacher and recipe had claimed it.
+
+    Raises:
+        UserError: it belongs to another teacher, recipe or precision.
+    """
+    path = run_dir / RUN_FILE
+    digest = teacher.digest
+    now = {"teacher": teacher.name, "teacher digest": digest, "recipe": recipe.name, "precision": precision}
+    then = _read_owner(path)
+    if then is None:
+        if is_main_process():
+            write_json(path, now)
+        wait_for_everyone()
+        return
+    difference = first_difference(then, now)
+    if difference is not None:
+        name, before, after = difference
+        raise UserError(
+            f"{run_dir} holds a run with {name} {before}, this call asks for {after}: choose another output folder"
+        )
+
+
+def recorded_precision(run_dir: Path) -> str | None:
+    """The precision that the folder's run began with, None in a new folder."""
+    owner = _read_owner(run_dir / RUN_FILE)
+    return None if owner is None else owner.get("precision")
+
+
+def _read_owner(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError:
+        raise UserError(f"{path} is damaged; choose another output folder") from None
+
+
+def chain(
+    recipe: Recipe, teacher: Teacher, precision: str, stages: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """What the start and each stage depend on; each holds the fingerprint of the one before."""
+    student = recipe.student.model_dump(mode="json")
+    count = student.pop("full_layers")
+    listed = {"full_layers": count} if isinstance(count, list) else {}
+    depends_on = {
+        "start": {
+            "teacher": {"name": teacher.name, "digest": teacher.digest},
+            "precision": precision,
+            "seed": recipe.seed,
+            "student": student | listed,
+            "data": recipe.data.model_dump(mode="json"),
+        }
+    }
+    before = depends_on["start"]
+    for stage in stages:
+        settings = getattr(recipe, stage).model_dump(mode="json")
+        own: dict[str, Any] = {stage: {k: v for k, v in settings.items() if k not in NEUTRAL}}
+        if stage == "select":
+            own["student"] = {"full_layers": count}
+        before = depends_on[stage] = own | {"after": fingerprint(before)}
+    return depends_on
+
+
+def fingerprint(value: Mapping[str, Any]) -> str:
+    """A short hash of nested plain values."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

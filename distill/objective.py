@@ -1,0 +1,58 @@
+"""What the training loop asks of a stage and of its data, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ltconvert.distill.data import Batch
+
+
+class Objective(Protocol):
+    """What a stage trains.
+
+    Attributes:
+        module: its parameters with `requires_grad` are trained and checkpointed.
+    """
+
+    module: nn.Module
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Groups {"params", "lr" (peak), "name"}, all parameters that are trained."""
+        ...
+
+    def train_step(
+        self, batch: Batch, backward: Callable[[Tensor], None], progress: float
+    ) -> dict[str, Tensor]:
+        """Losses of one micro-batch; calls `backward` on each part of the loss itself.
+
+        Args:
+            progress: share of the stage's steps that are done, in [0, 1).
+
+        Returns:
+            detached scalars, the same names every time, "loss" among them.
+        """
+        ...
+
+
+class Stream(Protocol):
+    """Endless micro-batches of this process, with a position that can be saved."""
+
+    def __next__(self) -> Batch: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Steps, tokens and seconds of a whole stage (all resumes); metrics of its last step."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    metrics: dict[str, float]

@@ -1,0 +1,133 @@
+"""The bookkeeping of a run folder: one ``stage.json`` a stage, written whole, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+
+from ltconvert.distill.processes import rank_and_world
+from ltconvert.errors import UserError
+
+STAGE_FILE = "stage.json"
+
+
+@dataclass
+class StageRecord:
+    """The content of a ``stage.json``.
+
+    Attributes:
+        depends_on: every setting that the stage's result depends on, nested, and the digest of the
+            stage before.
+        facts: tokens, steps, seconds and whatever else the stage tells.
+        scored_with: settings under which ``scores`` were measured.
+    """
+
+    stage: str
+    status: str
+    depends_on: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+    scores: dict[str, Any] = field(default_factory=dict)
+    scored_with: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def history(self) -> dict[str, Any]:
+        """What a student's provenance says of a finished stage."""
+        return {"facts": self.facts, "scores": self.scores, "versions": self.versions}
+
+    @property
+    def finished(self) -> bool:
+        """The stage's result is on disk."""
+        return self.status == "finished"
+
+    def write(self, stage_dir: Path) -> None:
+        """Write ``stage.json``, whole or not at all."""
+        stage_dir.mkdir(parents=True, exist_ok=True)
+        write_json(stage_dir / STAGE_FILE, self.__dict__)
+
+
+def read_record(stage_dir: Path) -> StageRecord | None:
+    """The record of a stage's folder, or None when the stage has not begun.
+
+    Raises:
+        UserError: the file is there and cannot be understood.
+    """
+    path = stage_dir / STAGE_FILE
+    if not path.exists():
+        return None
+    try:
+        return StageRecord(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise UserError(f"{path} is damaged; delete the folder {stage_dir} to run this stage again") from None
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON to a neighbour, then rename: a reader never sees half a file."""
+    partial = path.with_name(path.name + ".tmp")
+    with partial.open("w", encoding="utf-8") as stream:
+        json.dump(value, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, path)
+
+
+def versions() -> dict[str, str]:
+    """Of what a result may depend on."""
+    packages = ("ltconvert", "torch", "transformers")
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in packages}
+
+
+def is_main_process() -> bool:
+    """True for the one process of a run that writes."""
+    return rank_and_world()[0] == 0
+
+
+def wait_for_everyone() -> None:
+    """Let all processes of a run meet."""
+    if rank_and_world()[1] > 1:
+        PartialState().wait_for_everyone()
+
+
+@contextmanager
+def clear_disk_errors(run_dir: Path) -> Iterator[None]:
+    """Turn a full or unwritable disk into one line; what is already on disk stays whole.
+
+    Raises:
+        UserError: in place of the error of the file system.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.EFBIG):
+            raise
+        reason = os.strerror(error.errno)
+    except Exception as error:
+        # safetensors and torch.save report a full disk with exceptions of their own.
+        reason = _disk_reason(error)
+        if reason is None:
+            raise
+    else:
+        return
+    raise UserError(
+        f"cannot write to {run_dir}: {reason}; free space or choose another folder, then repeat the call: "
+        "it continues from the last checkpoint"
+    )
+
+
+def _disk_reason(error: Exception) -> str | None:
+    """The file system's complaint inside an exception that is no OSError, if there is one."""
+    text = str(error)
+    if "os error 28" in text or "PytorchStreamWriter failed writing" in text:
+        return os.strerror(errno.ENOSPC)
+    if "os error 13" in text:
+        return os.strerror(errno.EACCES)
+    return None

@@ -1,0 +1,171 @@
+"""Stage `select`: which physical layers keep full attention.
+
+Reads the student whose layers have all been converted and aligned, ranks its physical layers (a
+looped layer is judged with all its loops) and writes ``selection.json``, which the next stage
+reads. The student itself is passed on as it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ltconvert.distill.data import Batch, PackedStream
+from ltconvert.distill.logits import frozen_copy
+from ltconvert.distill.records import is_main_process, wait_for_everyone
+from ltconvert.distill.selection import kl_fast, kl_greedy, kl_trained, recall
+from ltconvert.distill.selection.probe import Probe
+from ltconvert.distill.selection.progress import Progress
+from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
+from ltconvert.distill.selection.render import render_selection
+from ltconvert.distill.selection.result import Scores, Selection
+from ltconvert.distill.selection.simple import given, uniform_layers
+from ltconvert.distill.stage import SELECTION_FILE, StageInputs, StageResult
+from ltconvert.errors import UserError
+from ltconvert.recipes.schema import SelectSettings
+
+__all__ = ["METHODS", "SELECTION_FILE", "Selection", "render_selection", "run"]
+
+METHODS: dict[str, Callable[[Probe], Scores]] = {
+    "kl": kl_trained.rank,
+    "kl-fast": kl_fast.rank,
+    "kl-greedy": kl_greedy.rank,
+    "recall": recall.rank,
+}
+PARTIAL_FILE = "selection.partial.json"
+BATCH_TOKENS = 4096  # most tokens of a scored batch
+
+
+def run(settings: SelectSettings, inputs: StageInputs, stage_dir: Path) -> StageResult:
+    """Choose the layers and write ``selection.json``; a killed call goes on where it stopped.
+
+    Raises:
+        UserError: ``student.full_layers`` does not fit the teacher or the method.
+    """
+    path = stage_dir / SELECTION_FILE
+    wanted = identity(settings, inputs)
+    selection = _finished(path, wanted)
+    if selection is None:
+        selection = choose(settings, inputs, stage_dir)
+        selection.settings = wanted
+        if is_main_process():
+            selection.save(path)
+            Progress(stage_dir / PARTIAL_FILE, {}).clear()
+        wait_for_everyone()
+    chosen = ", ".join(map(str, selection.chosen)) or "none"
+    inputs.log.say(f"select: {selection.keep} of {selection.num_layers} layers stay full: {chosen}")
+    facts = {
+        "tokens": selection.cost.tokens + selection.cost.trained_tokens,
+        "forwards": selection.cost.forwards,
+        "seconds": selection.cost.seconds,
+        "method": selection.method,
+        "chosen": selection.chosen,
+    }
+    return StageResult(inputs.student, facts=facts)
+
+
+def identity(settings: SelectSettings, inputs: StageInputs) -> dict[str, Any]:
+    """All that the choice depends on and that can change under the same folder."""
+    return {
+        "select": settings.model_dump(mode="json", exclude={"enabled"}),
+        "full_layers": inputs.recipe.student.full_layers,
+        "data": inputs.recipe.data.model_dump(mode="json"),
+        "teacher": inputs.teacher.digest,
+        "precision": inputs.precision,
+        "seed": inputs.seed,
+    }
+
+
+def choose(settings: SelectSettings, inputs: StageInputs, stage_dir: Path) -> Selection:
+    """Rank the layers by the recipe's method, or take the choice that needs no scores."""
+    layers = inputs.recipe.student.full_layers
+    num_layers = inputs.teacher.spec.num_layers
+    keep = count_full_layers(layers, num_layers)
+    method, scores = settings.method, without_scores(settings, layers, keep, num_layers)
+    if scores is None:
+        scores = METHODS[method](make_probe(settings, inputs, stage_dir, keep))
+    elif isinstance(layers, list):
+        method = "list"
+    return Selection(
+        method=method,
+        direction=settings.direction if method == "kl-fast" else None,
+        num_layers=num_layers,
+        loops=inputs.teacher.spec.num_loops,
+        keep=keep,
+        chosen=sorted(scores.ranking[:keep]),
+        ranking=scores.ranking,
+        main=scores.main,
+        higher_is_better=scores.higher_is_better,
+        scores=scores.columns,
+        history=scores.history,
+        stopped_early=scores.stopped_early,
+        facts=scores.facts,
+        cost=scores.cost,
+    )
+
+
+def without_scores(
+    settings: SelectSettings, layers: int | float | list[int], keep: int, num_layers: int
+) -> Scores | None:
+    """The choice where there is nothing to measure: a list, none, all, or evenly spaced layers.
+
+    Raises:
+        UserError: the method is ``list`` and the recipe lists no layers.
+    """
+    if isinstance(layers, list):
+        return given(listed_layers(layers, num_layers), num_layers)
+    if settings.method == "list":
+        raise UserError(
+            f"select.method is list, but student.full_layers is {layers}; "
+            "name the layers, for example --set student.full_layers=[0,4]"
+        )
+    if settings.method == "uniform" or keep in (0, num_layers):
+        return given(uniform_layers(keep, num_layers), num_layers)
+    return None
+
+
+def make_probe(settings: SelectSettings, inputs: StageInputs, stage_dir: Path, keep: int) -> Probe:
+    """What the method works with."""
+    teacher, student = inputs.teacher.model, inputs.student
+    if inputs.precision == "bf16":
+        teacher, student = (frozen_copy(model, torch.bfloat16) for model in (teacher, student))
+    return Probe(
+        teacher=teacher,
+        student=student,
+        keep=keep,
+        settings=settings,
+        batches=read_batches(settings, inputs),
+        progress=Progress(stage_dir / PARTIAL_FILE, identity(settings, inputs)),
+        stage_dir=stage_dir,
+        inputs=inputs,
+    )
+
+
+def read_batches(settings: SelectSettings, inputs: StageInputs) -> list[Batch]:
+    """``eval_tokens`` tokens of the training split, the same in every call and every process."""
+    if settings.method == "recall":
+        return []
+    length = settings.seq_len_tokens
+    total = max(1, settings.eval_tokens // length)
+    # At least twice the batches that stability needs, so that the choice can settle early.
+    rows = max(1, min(BATCH_TOKENS // length, total // (2 * (settings.stable_rounds + 1))))
+    stream = PackedStream(
+        inputs.recipe.data,
+        inputs.tokenizer,
+        split="train",
+        seq_len_tokens=length,
+        rows=rows,
+        seed=inputs.seed,
+    )
+    return [next(stream) for _ in range(max(1, total // rows))]
+
+
+def _finished(path: Path, wanted: dict[str, Any]) -> Selection | None:
+    """The selection on disk when it is the one that is wanted."""
+    if not path.exists():
+        return None
+    selection = Selection.load(path)
+    return selection if selection.settings == wanted else None

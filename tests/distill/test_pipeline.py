@@ -1,0 +1,239 @@
+"""The pipeline on a toy teacher: what a run leaves, and what another call makes of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_case import convert, make_case, make_recipe
+
+from ltconvert.convert.checkpoint import load_student, read_provenance
+from ltconvert.convert.teachers.load import Teacher, load_teacher
+from ltconvert.distill import pipeline
+from ltconvert.distill.pipeline import PipelineResult
+from ltconvert.distill.runlog import RunLog
+from ltconvert.errors import UserError
+
+STAGES = ("align", "select", "logits", "longctx")
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("case")
+    make_case(folder, tiny_tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(case: Path) -> Teacher:
+    return load_teacher(str(case / "teacher"))
+
+
+@pytest.fixture(scope="module")
+def finished(case: Path, teacher: Teacher, tmp_path_factory: pytest.TempPathFactory) -> PipelineResult:
+    return convert(teacher, case, tmp_path_factory.mktemp("run") / "out")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(load_student(folder).state_dict())
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+def test_every_stage_has_a_row_and_a_record(finished: PipelineResult) -> None:
+    assert [row["stage"] for row in finished.rows] == ["start", *STAGES]
+    assert all(row["kl"] >= 0 and row["teacher_ppl"] > 1 for row in finished.rows)
+    assert [row["tokens"] for row in finished.rows][1::2] == [512, 512]
+    run_dir = finished.student_dir.parent
+    for stage in STAGES:
+        record = json.loads((run_dir / "stages" / stage / "stage.json").read_text())
+        assert record["status"] == "finished" and record["versions"]["torch"] == torch.__version__
+    noted = [json.loads(line)["stage"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert {"align", "logits", "longctx"} <= set(noted)
+
+
+def test_training_brings_the_student_closer(finished: PipelineResult) -> None:
+    kl = {row["stage"]: row["kl"] for row in finished.rows}
+    assert kl["align"] < kl["start"] and kl["logits"] < kl["select"]
+
+
+def test_the_saved_student_is_the_live_one_and_tells_where_it_comes_from(
+    finished: PipelineResult, teacher: Teacher
+) -> None:
+    assert same(weights(finished.student_dir), dict(finished.student.state_dict()))
+    assert len(finished.selection) == 1
+    assert finished.student.config.mixers[finished.selection[0]] == "full"
+    told = read_provenance(finished.student_dir)
+    assert told["teacher"]["digest"] == teacher.digest and told["selection"] == finished.selection
+    assert list(told["stages"]) == ["start", *STAGES]
+    assert (finished.student_dir / "tokenizer.json").is_file()
+
+
+def test_what_stays_on_disk(finished: PipelineResult) -> None:
+    run_dir = finished.student_dir.parent
+    assert (run_dir / "stages/align/student/config.json").is_file()
+    assert not list(run_dir.glob("stages/*/checkpoint*"))
+    assert not (run_dir / "stages/logits/student").exists()
+    assert not (run_dir / "stages/longctx/student").exists()
+    assert (run_dir / "stages/select/selection.json").is_file()
+
+
+def test_the_teacher_is_left_as_it_was(
+    case: Path, finished: PipelineResult, teacher: Teacher
+) -> None:
+    fresh = load_teacher(str(case / "teacher"))
+    assert same(dict(fresh.model.state_dict()), dict(teacher.model.state_dict()))
+    assert all(p.dtype == torch.float32 for p in teacher.model.parameters())
+
+
+def test_a_finished_run_is_not_run_again(
+    case: Path, teacher: Teacher, finished: PipelineResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("a finished stage ran again")
+
+    monkeypatch.setattr(pipeline, "STAGES", dict.fromkeys(STAGES, never))
+    again = convert(teacher, case, finished.student_dir.parent)
+    assert again.rows == finished.rows and again.selection == finished.selection
+    assert same(dict(again.student.state_dict()), dict(finished.student.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"logits": {"checkpoint_minutes": 1.0}},
+        {"logits": {"gradient_checkpointing": True}},
+        {"eval": {"task_limit": 3}},
+    ],
+    ids=["checkpoint_minutes", "gradient_checkpointing", "eval"],
+)
+def test_settings_that_change_no_result_may_change(
+    case: Path, teacher: Teacher, finished: PipelineResult, sections: dict[str, Any]
+) -> None:
+    assert convert(teacher, case, finished.student_dir.parent, **sections).rows == finished.rows
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"align": {"lr": 0.5}}, "align.lr = 0.001, this call asks for 0.5"),
+        ({"student": {"full_layers": 2}}, "student.full_layers = 1, this call asks for 2"),
+        ({"student": {"short_conv": False}}, "student.short_conv = True, this call asks for False"),
+        ({"data": {"shuffle_seed": 7}}, "data.shuffle_seed = 0, this call asks for 7"),
+        ({"logits": {"temperature": 2.0}}, "logits.temperature = 1.0, this call asks for 2.0"),
+        ({"longctx": {"budget_tokens": 640}}, "longctx.budget_tokens = 512, this call asks for 640"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_another_recipe_is_refused_by_the_field_that_differs(
+    case: Path, teacher: Teacher, finished: PipelineResult, sections: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        convert(teacher, case, finished.student_dir.parent, **sections)
+    assert field in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_teachers_run_is_refused(
+    tmp_path: Path, tiny_tokenizer: Any, case: Path, finished: PipelineResult
+) -> None:
+    make_case(tmp_path, tiny_tokenizer, "qwen3")
+    with pytest.raises(UserError, match=r"holds a run .*teacher.*choose another output folder"):
+        convert(load_teacher(str(tmp_path / "teacher")), case, finished.student_dir.parent)
+
+
+def test_another_precision_is_refused_and_auto_keeps_the_runs_own(
+    case: Path, teacher: Teacher, finished: PipelineResult
+) -> None:
+    run_dir = finished.student_dir.parent
+    recipe = make_recipe(case)
+    with pytest.raises(UserError, match="precision fp32, this call asks for bf16"):
+        pipeline.run(recipe, teacher, run_dir, RunLog(run_dir), precision="bf16")
+    again = pipeline.run(recipe, teacher, run_dir, RunLog(run_dir), precision="auto")
+    assert again.precision == "fp32"
+
+
+def test_a_damaged_record_is_one_line(
+    case: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    (tmp_path / "stages/align").mkdir(parents=True)
+    (tmp_path / "stages/align/stage.json").write_text('{"stage": "al')
+    with pytest.raises(UserError, match=r"stage\.json is damaged"):
+        convert(teacher, case, tmp_path)
+
+
+def test_disabled_stages_leave_no_trace(case: Path, teacher: Teacher, tmp_path: Path) -> None:
+    off = {"enabled": False}
+    result = convert(
+        teacher, case, tmp_path, student={"full_layers": [1]}, select=off, longctx=off, logits=off
+    )
+    assert [row["stage"] for row in result.rows] == ["start", "align"]
+    assert result.student.config.mixers == ["gdn", "full", "gdn"]
+    attention = result.student.model.layers[1].mixer.state_dict()
+    assert same(dict(attention), dict(teacher.model.layers[1].mixer.state_dict()))
+
+
+def test_a_choice_left_open_without_select_is_refused(
+    case: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"student.full_layers = 1 .*select.enabled=true"):
+        convert(teacher, case, tmp_path, select={"enabled": False})
+
+
+def test_a_student_that_keeps_everything_is_its_teacher(
+    case: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    off = {"enabled": False}
+    result = convert(
+        teacher, case, tmp_path, student={"mixer": "full"}, logits=off, longctx=off
+    )
+    assert [row["stage"] for row in result.rows] == ["start"]
+    assert result.rows[0]["kl"] < 1e-9
+    assert (tmp_path / "student/config.json").is_file()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+def test_a_disk_that_refuses_is_one_line_and_loses_nothing(
+    case: Path,
+    teacher: Teacher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    few = {name: {"budget_tokens": 128} for name in ("align", "logits", "longctx")}
+    with monkeypatch.context() as patch:
+        patch.setattr("ltconvert.distill.resume.save_file", refuse)
+        with pytest.raises(UserError, match=f"cannot write to .*{os.strerror(number)}") as error:
+            convert(teacher, case, tmp_path, **few)
+    assert "\n" not in str(error.value)
+    assert len(convert(teacher, case, tmp_path, **few).rows) == 5
+
+
+def test_an_unwritable_place_is_one_line(case: Path, teacher: Teacher, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write to"):
+        convert(teacher, case, tmp_path / "file" / "run")
+
+
+def test_align_in_groups_trains_every_layer(
+    case: Path, teacher: Teacher, tmp_path: Path, finished: PipelineResult
+) -> None:
+    off = {"enabled": False}
+    result = convert(
+        teacher, case, tmp_path, align={"layers_at_once": 2}, logits=off, longctx=off
+    )
+    kl = {row["stage"]: row["kl"] for row in result.rows}
+    whole = {row["stage"]: row["kl"] for row in finished.rows}
+    assert kl["align"] == pytest.approx(whole["align"], rel=0.2) and kl["align"] < kl["start"]
+    assert not list(tmp_path.glob("stages/align/**/checkpoint*"))
+
+

@@ -1,0 +1,79 @@
+"""`kill -9` in the middle of any stage, then the same call: the same final weights, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pipeline_case
+import pytest
+import torch
+
+from ltconvert.convert.checkpoint import load_student
+
+# Within each stage, twice in one, once before the first checkpoint; while files are put in place.
+POINTS = ["align:1", "align:5", "align:7", "rename:9", "logits:6", "longctx:4", "rename:13"]
+
+
+def run_driver(folder: Path, run_dir: Path, points: list[str], sections: dict[str, Any]) -> None:
+    environment = os.environ | {
+        "CASE_SECTIONS": json.dumps(sections),
+        "LTCONVERT_CHECKPOINT_STEPS": "3",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(pipeline_case.__file__).parent),
+    }
+    environment.pop("PYTHONSAFEPATH", None)
+    subprocess.run(
+        [sys.executable, "-P", pipeline_case.__file__, str(folder), str(run_dir), *points],
+        env=environment,
+        check=True,
+        timeout=600,
+    )
+
+
+def assert_same_run(one: Path, two: Path) -> None:
+    for student in ("student", "stages/align/student"):
+        a, b = (load_student(run_dir / student).state_dict() for run_dir in (one, two))
+        assert a.keys() == b.keys()
+        for name in a:
+            assert torch.equal(a[name], b[name]), f"{student}: {name}"
+    noted = [_losses(run_dir / "metrics.jsonl") for run_dir in (one, two)]
+    assert noted[0] == noted[1]
+
+
+def _losses(path: Path) -> list[tuple[str, int, float]]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(r["stage"], r["step"], r["loss"]) for r in records if "loss" in r]
+
+
+@pytest.mark.parametrize(
+    ("family", "sections"),
+    [
+        ("llama", {}),
+        pytest.param(
+            "ouro",
+            {"student": {"mixer": "window", "window_tokens": 5}, "align": {"layers_at_once": 2}},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(
+    tmp_path: Path, tiny_tokenizer: Any, family: str, sections: dict[str, Any]
+) -> None:
+    pipeline_case.make_case(tmp_path, tiny_tokenizer, family)
+    run_driver(tmp_path, tmp_path / "whole", [], sections)
+    run_driver(tmp_path, tmp_path / "killed", POINTS, sections)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.slow
+def test_a_kill_at_every_rename(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """One long chain of kills, each a little further; every file operation is hit in some run."""
+    pipeline_case.make_case(tmp_path, tiny_tokenizer)
+    run_driver(tmp_path, tmp_path / "whole", [], {})
+    run_driver(tmp_path, tmp_path / "killed", [f"rename:{n}" for n in range(1, 13)], {})
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")

@@ -1,0 +1,184 @@
+"""Resolving recipes: precedence, values, hashes, and mistakes in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ltconvert import recipes
+from ltconvert.errors import UserError
+from ltconvert.recipes.schema import Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("budget", [None, "demo", "small", "full"])
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_resolves_with_every_budget(name: str, budget: str | None) -> None:
+    recipe = recipes.resolve(name, budget=budget)
+    assert recipe.name == name
+    assert recipe.description
+
+
+def test_shipped_names() -> None:
+    assert {"hybrid25", "hybrid12", "linear-gdn", "window"} <= set(recipes.names())
+    assert recipes.budgets() == ["demo", "small", "full"]
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_yaml_holds_only_what_differs_from_the_defaults(name: str) -> None:
+    """... and what gives it its name, said aloud."""
+    defaults = Recipe(name=name).model_dump()
+    for section, values in recipes.load(name).items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if key not in ("full_layers", "window_tokens"):
+                assert value != defaults[section][key], f"{section}.{key}"
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_budgets_change_no_student(name: str) -> None:
+    """A budget says how long, never what."""
+    full = recipes.resolve(name)
+    for budget in recipes.budgets():
+        assert recipes.resolve(name, budget=budget).student == full.student
+
+
+def test_budgets_grow() -> None:
+    stages = ("align", "logits", "longctx")
+    demo, small, full = (recipes.resolve("hybrid25", budget=b) for b in ("demo", "small", "full"))
+    for stage in stages:
+        tokens = [getattr(recipe, stage).budget_tokens for recipe in (demo, small, full)]
+        assert tokens == sorted(set(tokens))
+
+
+def test_precedence(tmp_path: Path) -> None:
+    path = write(tmp_path, "logits: {temperature: 3, lr: 5.0e-6, budget_tokens: 1000}\n")
+    assert recipes.resolve(path).logits.temperature == 3  # YAML over default
+    with_budget = recipes.resolve(path, budget="demo")
+    assert with_budget.logits.budget_tokens != 1000  # budget over YAML
+    assert with_budget.logits.temperature == 3  # and nothing else
+    options = {"data": {"source": "a.txt"}}
+    resolved = recipes.resolve(
+        path, budget="demo", options=options, overrides=["logits.budget_tokens=4096"]
+    )
+    assert resolved.logits.budget_tokens == 4096  # --set over all
+    assert resolved.data.source == "a.txt"
+    over = recipes.resolve(path, options=options, overrides=["data.source=b.txt"])
+    assert over.data.source == "b.txt"
+    assert recipes.resolve(path, overrides=["seed=1", "seed=2"]).seed == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "key", "value"),
+    [
+        ("logits.lr=1e-4", "logits", "lr", 1e-4),
+        ("align.budget_tokens=1e6", "align", "budget_tokens", 1_000_000),
+        ("align.budget_tokens=200_000", "align", "budget_tokens", 200_000),
+        ("align.enabled=false", "align", "enabled", False),
+        ("student.full_layers=0.5", "student", "full_layers", 0.5),
+        ("student.full_layers=3", "student", "full_layers", 3),
+        ("student.full_layers=[4, 0]", "student", "full_layers", [0, 4]),
+        ("student.full_layers=0,4", "student", "full_layers", [0, 4]),
+        ("student.loops=null", "student", "loops", None),
+        ("eval.task_limit=none", "eval", "task_limit", None),
+        ("eval.tasks=one", "eval", "tasks", ["one"]),
+        ("eval.tasks=one,two", "eval", "tasks", ["one", "two"]),
+        ("data.source=/data/a=b.txt", "data", "source", "/data/a=b.txt"),
+    ],
+)
+def test_values_from_the_command_line(text: str, section: str, key: str, value: object) -> None:
+    recipe = recipes.resolve("hybrid25", overrides=[text])
+    found = getattr(getattr(recipe, section), key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("logits.temprature=2", "did you mean logits.temperature?"),
+        ("temperature=2", "did you mean logits.temperature or longctx.temperature?"),
+        ("logit.temperature=2", "did you mean logits.temperature"),
+        ("logits.temperature=-1", "logits.temperature: input should be greater than 0 (got -1)"),
+        ("logits=3", "logits is a section"),
+        ("logits.temperature", "expected section.key=value"),
+        ("a.b.c=1", "unknown key a"),
+        ("student.full_layers=1.5", "student.full_layers: expected a share in [0, 1]"),
+        ("student.full_layers=0,0", "student.full_layers: a list of layers names each once"),
+        ("student.mixer=gdm", "student.mixer: input should be 'gdn', 'window' or 'full'"),
+        ("align.batch_tokens=8", "align: batch_tokens 8 is less than one forward pass"),
+        ("select.method=list", "student.full_layers=[0,4,8]"),
+        ("data.source=[", "is not a YAML value"),
+    ],
+)
+def test_mistakes_on_the_command_line(override: str, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        recipes.resolve("hybrid25", overrides=[override])
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("logits: {temprature: 2}", "did you mean logits.temperature?"),
+        ("logits: 2", "logits is a section and needs keys, got 2"),
+        ("align:\n", "align is a section"),
+        ("- a\n", "expected `key: value` lines, got list"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, expected: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError) as caught:
+        recipes.resolve(path)
+    assert expected in str(caught.value)
+    assert path in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reference", "budget", "expected"),
+    [
+        ("hybrid2", None, "did you mean hybrid25?"),
+        ("budgets", None, "unknown recipe 'budgets'"),
+        ("none/such.yaml", None, "no such file"),
+        ("hybrid25", "dmo", "did you mean demo?"),
+    ],
+)
+def test_wrong_names(reference: str, budget: str | None, expected: str) -> None:
+    with pytest.raises(UserError, match=expected.replace("?", r"\?")):
+        recipes.resolve(reference, budget=budget)
+
+
+def test_dump_and_load_give_the_same_recipe(tmp_path: Path) -> None:
+    recipe = recipes.resolve("hybrid12", budget="demo", overrides=["logits.lr=3e-5"])
+    path = tmp_path / "recipe.resolved.yaml"
+    path.write_text(recipes.dump(recipe), encoding="utf-8")
+    assert recipes.load_resolved(path) == recipe
+    assert recipes.resolve(str(path)) == recipe
+    assert list(yaml.safe_load(path.read_text())) == list(Recipe.model_fields)
+
+
+def test_digest_names_the_settings() -> None:
+    plain = recipes.resolve("hybrid25")
+    assert recipes.digest(plain) == recipes.digest(recipes.resolve("hybrid25", budget="full"))
+    assert recipes.digest(plain) == recipes.digest(plain.model_copy(update={"name": "x"}))
+    changed = {
+        recipes.digest(recipes.resolve("hybrid25", overrides=[text]))
+        for text in ("seed=1", "logits.temperature=2", "student.full_layers=0.5")
+    }
+    assert len(changed | {recipes.digest(plain)}) == 4
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        recipes.resolve("hybrid25").logits.temperature = 2.0  # type: ignore[misc]
