@@ -17,6 +17,7 @@ from ltconvert.distill.data import Batch, PackedStream
 from ltconvert.distill.logits import frozen_copy
 from ltconvert.distill.records import is_main_process, wait_for_everyone
 from ltconvert.distill.selection import kl_fast, kl_greedy, kl_trained, recall
+from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.distill.selection.probe import Probe
 from ltconvert.distill.selection.progress import Progress
 from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
@@ -36,7 +37,6 @@ METHODS: dict[str, Callable[[Probe], Scores]] = {
     "recall": recall.rank,
 }
 PARTIAL_FILE = "selection.partial.json"
-BATCH_TOKENS = 4096  # most tokens of a scored batch
 
 
 def run(settings: SelectSettings, inputs: StageInputs, stage_dir: Path) -> StageResult:
@@ -148,19 +148,16 @@ def read_batches(settings: SelectSettings, inputs: StageInputs) -> list[Batch]:
     """``eval_tokens`` tokens of the training split, the same in every call and every process."""
     if settings.method == "recall":
         return []
-    length = settings.seq_len_tokens
-    total = max(1, settings.eval_tokens // length)
-    # At least twice the batches that stability needs, so that the choice can settle early.
-    rows = max(1, min(BATCH_TOKENS // length, total // (2 * (settings.stable_rounds + 1))))
+    rows, batches = batch_shape(settings)
     stream = PackedStream(
         inputs.recipe.data,
         inputs.tokenizer,
         split="train",
-        seq_len_tokens=length,
+        seq_len_tokens=settings.seq_len_tokens,
         rows=rows,
         seed=inputs.seed,
     )
-    return [next(stream) for _ in range(max(1, total // rows))]
+    return [next(stream) for _ in range(batches)]
 
 
 def _finished(path: Path, wanted: dict[str, Any]) -> Selection | None:

@@ -1,9 +1,9 @@
 """A toy stage for the trainer's tests; run as a script it is a process that can be killed.
 
-`python toy_training.py FOLDER [key=value ...]` trains in FOLDER, writes final.pt, and prints how it
-went. Keys: steps, rows, accumulation, die_at (SIGKILL in the middle of that step), die_saving
-(SIGKILL in the middle of writing the n-th checkpoint), stop_at (SIGTERM to itself in that step),
-threads.
+`python toy_training.py FOLDER [key=value ...]` trains in FOLDER and writes final.pt. Keys: rows,
+accumulation, dropout, every (steps between checkpoints), die_at (SIGKILL in the middle of that step
+of this process), die_saving (SIGKILL in the middle of writing the n-th checkpoint), stop_at
+(SIGTERM to itself in that step).
 """
 
 from __future__ import annotations
@@ -160,9 +160,12 @@ def _kill_while_saving(number: int) -> None:
 
 
 def main(folder: Path, options: dict[str, float]) -> None:
+    """One process: exit status 130 and stopped.txt when it was asked to stop."""
     from transformers import PreTrainedTokenizerFast
 
-    torch.set_num_threads(int(options.get("threads", 1)))
+    torch.set_num_threads(1)
+    os.environ["LTCONVERT_CHECKPOINT_STEPS"] = str(int(options.get("every", 3)))
+    folder.mkdir(exist_ok=True)
     accumulation = int(options.get("accumulation", 2))
 
     def before(call: int) -> None:
@@ -175,14 +178,12 @@ def main(folder: Path, options: dict[str, float]) -> None:
         _kill_while_saving(int(options["die_saving"]))
     torch.manual_seed(5)
     objective = ToyObjective(ToyModel(options.get("dropout", 0.1)), before)
-    settings = make_settings(
-        int(options.get("steps", 12)), int(options.get("rows", 2)), accumulation
-    )
+    settings = make_settings(rows=int(options.get("rows", 2)), accumulation=accumulation)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder.parent / "tokenizer")
     try:
         run_toy(folder, tokenizer, settings, objective=objective)
     except Stopped as stopped:
-        print(stopped)
+        (folder / "stopped.txt").write_text(str(stopped))
         raise SystemExit(130) from None
     if rank_and_world()[0] == 0:
         torch.save(objective.module.state_dict(), folder / "final.pt")

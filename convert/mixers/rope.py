@@ -85,10 +85,10 @@ class Rope:
     def __call__(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """``(cos_BTD, sin_BTD)`` fp32 on the device of the integer positions."""
         inv_freq_F, scaling = self.frequencies(positions_BT.device)
-        with torch.autocast(device_type=positions_BT.device.type, enabled=False):
-            angles_BTF = positions_BT[..., None].float() * inv_freq_F
-            angles_BTD = torch.cat((angles_BTF, angles_BTF), dim=-1)
-            return angles_BTD.cos() * scaling, angles_BTD.sin() * scaling
+        # A product, not a matmul: autocast would run that in half precision.
+        angles_BTF = positions_BT[..., None].float() * inv_freq_F
+        angles_BTD = torch.cat((angles_BTF, angles_BTF), dim=-1)
+        return angles_BTD.cos() * scaling, angles_BTD.sin() * scaling
 
 
 def rope_tables(

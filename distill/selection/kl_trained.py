@@ -30,7 +30,7 @@ from ltconvert.distill.selection.ranking import order
 from ltconvert.distill.selection.result import Cost, Scores
 from ltconvert.distill.trainer import plan_steps
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import LogitsSettings
+from ltconvert.recipes.schema import LogitsSettings, SelectSettings
 
 POINTS = 10
 
@@ -52,7 +52,7 @@ def rank(probe: Probe) -> Scores:
     cost = Cost(**state.get("cost", {}))
     curves = {int(layer): Curve(kl) for layer, kl in state.get("curves", {}).items()}
     history, watch = state.get("history", []), Stopwatch(cost.seconds)
-    settings, steps = short_settings(probe)
+    settings, steps = short_settings(probe.inputs.recipe.logits, probe.settings)
     step_tokens = plan_steps(settings, rank_and_world()[1]).step_tokens
     points = min(POINTS, steps)
     queue = state.get("queue") or likely_first(probe, cost)
@@ -101,7 +101,9 @@ def likely_first(probe: Probe, cost: Cost) -> list[int]:
     return order(sums.columns()["gain"])
 
 
-def short_settings(probe: Probe) -> tuple[LogitsSettings, int]:
+def short_settings(
+    full: LogitsSettings, select: SelectSettings
+) -> tuple[LogitsSettings, int]:
     """Settings of the short distillation, and its steps.
 
     As in the stage `logits`, but at a constant rate from the first step on, on rows of
@@ -109,7 +111,6 @@ def short_settings(probe: Probe) -> tuple[LogitsSettings, int]:
     one step more than is trained: the layer ends at the beginning of that step, which saves
     writing a checkpoint that nobody reads.
     """
-    full, select = probe.inputs.recipe.logits, probe.settings
     row = select.seq_len_tokens
     rows = max(1, full.micro_batch_rows * full.seq_len_tokens // row)
     batch = min(full.batch_tokens, max(row, select.train_tokens // POINTS))

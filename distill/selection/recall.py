@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.evaluation.recall import RecallExamples, retrieval_examples
 from ltconvert.distill.progress import Bar
+from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.distill.selection.probe import Probe, Stopwatch
 from ltconvert.distill.selection.ranking import Stability, order
 from ltconvert.distill.selection.result import Cost, Scores
@@ -26,7 +27,6 @@ from ltconvert.distill.selection.walk import Inputs, walk, with_mixer
 from ltconvert.errors import UserError
 
 KIND = "multikey"
-BATCH_TOKENS = 4096
 
 
 @dataclass
@@ -94,8 +94,7 @@ def example_batches(probe: Probe) -> list[RecallExamples]:
     except UserError as error:
         reason = str(error).split(";")[0]
         raise UserError(f"{reason}; raise select.seq_len_tokens") from None
-    # At least twice the batches that stability needs, so that the choice can settle early.
-    rows = max(1, min(BATCH_TOKENS // length, count // (2 * (probe.settings.stable_rounds + 1))))
+    rows, _ = batch_shape(probe.settings)
     return [examples.rows(first, first + rows) for first in range(0, count, rows)]
 
 

@@ -108,10 +108,11 @@ def test_budget_is_cut_into_whole_micro_batches() -> None:
     assert (plan.accumulation, plan.step_tokens, plan.steps) == (5, 200, 5)
     plan = plan_steps(settings, world=2)
     assert (plan.accumulation, plan.step_tokens, plan.steps) == (2, 160, 7)
-    plan = plan_steps(
-        make_settings(budget_tokens=100, batch_tokens=1, micro_batch_rows=3, seq_len_tokens=50)
+    one_row = make_settings(
+        budget_tokens=100, batch_tokens=20, micro_batch_rows=1, seq_len_tokens=20
     )
-    assert (plan.accumulation, plan.step_tokens, plan.steps) == (1, 150, 1)
+    plan = plan_steps(one_row, world=8)  # more processes than the batch has rows
+    assert (plan.accumulation, plan.step_tokens, plan.steps) == (1, 160, 1)
 
 
 def test_frozen_and_tied_parameters(folder: Path, tiny_tokenizer: Any) -> None:

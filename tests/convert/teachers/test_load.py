@@ -216,7 +216,7 @@ def test_hub_offline_is_one_line() -> None:
 
 
 def test_hub_records_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small files first, weights only to load, the commit of the first call pinned in the second."""
+    """Small files first; weights only to load, at the commit of the first call."""
     snapshot = tmp_path / "abc123"
     expected = saved(snapshot)
     hidden = tmp_path / "weights"

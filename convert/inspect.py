@@ -1,0 +1,152 @@
+"""What a teacher or student consists of: layer map, parameters, cache size. No weights are needed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One physical layer.
+
+    Attributes:
+        mixer: ``full``, ``window`` or ``gdn``.
+        window: tokens that its attention sees (the token itself counted), None for all or none.
+        rope: name of its positions, None for none.
+        visits: how often a forward pass runs it; each visit has a cache of its own.
+        parameters: of the layer, of its mixer alone, and the matrices' share of the mixer's.
+        cache_bytes_per_token: over all visits, growing with every token.
+        cache_tokens: tokens after which the cache stops growing, None where it never does.
+        state_bytes: over all visits, whatever the context (recurrent state, convolution history).
+    """
+
+    layer: int
+    mixer: str
+    window: int | None
+    rope: str | None
+    visits: int
+    parameters: int
+    mixer_parameters: int
+    cache_bytes_per_token: int
+    cache_tokens: int | None
+    state_bytes: int
+
+    def cache_bytes(self, context_tokens: int) -> int:
+        """Cache of one sequence of so many tokens."""
+        limit = self.cache_tokens
+        kept = context_tokens if limit is None else min(context_tokens, limit)
+        return kept * self.cache_bytes_per_token + self.state_bytes
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A whole model.
+
+    Attributes:
+        parameters: tied ones once.
+        embedding_parameters, head_parameters: the head's are 0 when it is the embedding.
+    """
+
+    family: str
+    loops: int
+    layers: tuple[LayerFacts, ...]
+    parameters: int
+    embedding_parameters: int
+    head_parameters: int
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """What every further token of a long sequence adds."""
+        return sum(x.cache_bytes_per_token for x in self.layers if x.cache_tokens is None)
+
+    @property
+    def constant_bytes(self) -> int:
+        """What a long sequence's cache holds whatever its length: states and full windows."""
+        growing = (x.cache_bytes_per_token for x in self.layers if x.cache_tokens is not None)
+        limits = (x.cache_tokens for x in self.layers if x.cache_tokens is not None)
+        windows = sum(a * b for a, b in zip(growing, limits, strict=True))
+        return windows + sum(x.state_bytes for x in self.layers)
+
+    def cache_bytes(self, context_tokens: int) -> int:
+        """Cache of one sequence of so many tokens."""
+        return sum(layer.cache_bytes(context_tokens) for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, sums included."""
+        return asdict(self) | {
+            "cache_bytes_per_token": self.cache_bytes_per_token,
+            "constant_bytes": self.constant_bytes,
+        }
+
+
+def model_facts(config: LT2Config, cache_dtype: torch.dtype = torch.bfloat16) -> ModelFacts:
+    """Facts of a teacher (``LT2Config.from_spec(spec)``) or of a student.
+
+    Args:
+        cache_dtype: of keys, values and convolution histories; recurrent states are fp32 always.
+    """
+    with torch.device("meta"):
+        model = LT2ForCausalLM(config)
+    model.tie_weights()
+    visits = [0] * config.num_layers
+    for step in model.model.schedule:
+        visits[step.layer] += 1
+    embedding = model.model.embed_tokens.weight.numel()
+    tied = config.tie_word_embeddings
+    return ModelFacts(
+        family=config.family,
+        loops=config.num_loops,
+        layers=tuple(
+            _layer_facts(config, block, layer, visits[layer], cache_dtype.itemsize)
+            for layer, block in enumerate(model.model.layers)
+        ),
+        parameters=count(model) - (model.lm_head.weight.numel() if tied else 0),
+        embedding_parameters=embedding,
+        head_parameters=0 if tied else model.lm_head.weight.numel(),
+    )
+
+
+def count(module: nn.Module) -> int:
+    """Values in all parameters; a name that stands twice counts twice (meta tensors are never tied)."""
+    return sum(
+        parameter.numel() for _, parameter in module.named_parameters(remove_duplicate=False)
+    )
+
+
+def _layer_facts(
+    config: LT2Config, block: nn.Module, layer: int, visits: int, itemsize: int
+) -> LayerFacts:
+    assert config.mixers is not None
+    kind = config.mixers[layer]
+    per_token, limit, state = _cache(config, layer, itemsize)
+    return LayerFacts(
+        layer=layer,
+        mixer=kind,
+        window=None if kind == "gdn" else config.window(layer),
+        rope=None if kind == "gdn" else config.layer_rope[layer],
+        visits=visits,
+        parameters=count(block),
+        mixer_parameters=count(block.mixer),
+        cache_bytes_per_token=visits * per_token,
+        cache_tokens=limit,
+        state_bytes=visits * state,
+    )
+
+
+def _cache(config: LT2Config, layer: int, itemsize: int) -> tuple[int, int | None, int]:
+    """One visit's bytes a token, tokens it is limited to, and bytes whatever the length."""
+    assert config.mixers is not None
+    if config.mixers[layer] == "gdn":
+        width = config.num_attention_heads * config.head_dim
+        history = 3 * width * ((config.conv_size or 1) - 1) * itemsize
+        return 0, 0, width * config.head_dim * torch.float32.itemsize + history
+    window = config.window(layer)
+    per_token = 2 * config.num_key_value_heads * config.head_dim * itemsize
+    # The next token sees itself and window - 1 before it.
+    return per_token, None if window is None else window - 1, 0

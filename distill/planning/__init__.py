@@ -1,0 +1,1 @@
+"""What a run will need: memory, work, disk. Put together by ``ltconvert.distill.plan``."""

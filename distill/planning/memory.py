@@ -1,0 +1,144 @@
+"""Peak memory of each stage, by what takes it. Everything is in bytes.
+
+Weights, gradients and optimiser follow from the code: the teacher is held in fp32; a student before
+`logits` shares all but its mixers with it; `logits` and `longctx` train an fp32 copy beside the
+student they start from; AdamW keeps two fp32 values a weight; in bf16, frozen models are held
+a second time with rounded matrices, and a training student's matrices are cast once a step.
+
+Activations are what autograd keeps, measured on the reference kernels: bytes a token and visit are
+``c * hidden + f * intermediate + m * heads * head_dim``.
+"""
+
+from __future__ import annotations
+
+from ltconvert.convert.inspect import LayerFacts, ModelFacts
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.distill.planning.models import Models
+from ltconvert.distill.selection.cost import batch_shape
+from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe, SelectSettings
+
+FP32, BF16 = 4, 2
+CHUNK_BYTES = 256 << 20
+RUNTIME_BYTES = 700 << 20  # interpreter, libraries, or a GPU's context
+# (hidden, intermediate, heads * head_dim) coefficients; tests hold them against autograd.
+_SAVED = {
+    ("full", "fp32"): (24, 16, 16),
+    ("full", "bf16"): (30, 8, 10),
+    ("gdn", "fp32"): (26, 16, 50),
+    ("gdn", "bf16"): (34, 8, 43),
+}
+_SAVED_SANDWICH, _SAVED_QK_NORM = 16, 16
+_LIVE_FORWARD = 6  # tensors of the widest kind alive in a forward pass that keeps nothing
+
+Parts = dict[str, int]
+
+
+def stage_memory(stage: str, recipe: Recipe, models: Models, precision: str) -> Parts:
+    """What a stage holds at its peak, by part; their sum is the peak."""
+    parts = dict.fromkeys(
+        ("runtime", "teacher", "student", "gradients", "optimiser", "activations", "logits"), 0
+    )
+    parts["runtime"] = RUNTIME_BYTES
+    parts["teacher"] = models.teacher.parameters * FP32
+    parts |= {
+        "align": lambda: _align(recipe.align, models, precision),
+        "select": lambda: _select(recipe, models, precision),
+        "logits": lambda: _train(recipe.logits, models, precision, before=models.mixer_parameters),
+        "longctx": lambda: _train(
+            recipe.longctx, models, precision, before=models.hybrid.parameters
+        ),
+    }[stage]()
+    if stage != "align":
+        parts["teacher"] += _rounded(models.teacher, precision)
+    return parts
+
+
+def _align(settings: AlignSettings, models: Models, precision: str) -> Parts:
+    mixers = [layer.mixer_parameters for layer in models.converted]
+    at_once = settings.layers_at_once or max(len(mixers), 1)
+    active = max((sum(mixers[i : i + at_once]) for i in range(0, len(mixers), at_once)), default=0)
+    tokens = settings.micro_batch_rows * settings.seq_len_tokens
+    one_mixer = max((saved_bytes(models.spec, x, precision, mlp=False) for x in models.converted), default=0)
+    return {
+        "student": sum(mixers) * FP32,
+        "gradients": active * FP32,
+        "optimiser": 2 * active * FP32,
+        "activations": tokens * (one_mixer + _live(models.spec)) + _mask(settings),
+    }
+
+
+def _select(recipe: Recipe, models: Models, precision: str) -> Parts:
+    settings = recipe.select
+    if settings.method in ("uniform", "list"):
+        return {"student": models.mixer_parameters * FP32}
+    forward = forward_select(settings, models, precision)
+    if settings.method != "kl":
+        return forward
+    from ltconvert.distill.selection.kl_trained import short_settings
+
+    short, _ = short_settings(recipe.logits, settings)
+    train = _train(short, models, precision, before=models.mixer_parameters)
+    return {name: max(train.get(name, 0), forward.get(name, 0)) for name in {**train, **forward}}
+
+
+def forward_select(settings: SelectSettings, models: Models, precision: str) -> Parts:
+    """Both models, and the states before each layer of both."""
+    tokens = batch_shape(settings)[0] * settings.seq_len_tokens
+    states = 2 * (models.spec.num_layers + models.spec.num_loops) * models.spec.hidden_size * FP32
+    return {
+        "student": models.mixer_parameters * FP32 + _rounded(models.linear, precision),
+        "activations": tokens * (states + _live(models.spec)),
+        "logits": CHUNK_BYTES,
+    }
+
+
+def _train(settings: LogitsSettings, models: Models, precision: str, *, before: int) -> Parts:
+    """A student of its own with all that AdamW needs, beside ``before`` values of the former one."""
+    size = models.hybrid.parameters
+    tokens = settings.micro_batch_rows * settings.seq_len_tokens
+    head = models.spec.vocab_size * models.spec.hidden_size * FP32  # its gradient is added up in fp32
+    return {
+        "student": (size + before) * FP32 + _rounded(models.hybrid, precision),
+        "gradients": size * FP32,
+        "optimiser": 2 * size * FP32,
+        "activations": tokens * (_kept(settings, models, precision) + _live(models.spec))
+        + _mask(settings),
+        "logits": CHUNK_BYTES + head,
+    }
+
+
+def _kept(settings: LogitsSettings, models: Models, precision: str) -> int:
+    """What the forward pass keeps for the backward pass, bytes a token."""
+    layers = [(x.visits, saved_bytes(models.spec, x, precision)) for x in models.hybrid.layers]
+    if not settings.gradient_checkpointing:
+        return sum(visits * saved for visits, saved in layers)
+    inputs = sum(visits for visits, _ in layers) * models.spec.hidden_size * FP32
+    return inputs + max(saved for _, saved in layers)
+
+
+def saved_bytes(spec: TeacherSpec, layer: LayerFacts, precision: str, *, mlp: bool = True) -> int:
+    """What autograd keeps of one visit, bytes a token; without the MLP the mixer's part."""
+    hidden, intermediate, heads = _SAVED["gdn" if layer.mixer == "gdn" else "full", precision]
+    width = spec.num_attention_heads * spec.head_dim
+    total = heads * width
+    if spec.qk_norm is not None:
+        total += _SAVED_QK_NORM * width
+    if not mlp:
+        return total + 12 * spec.hidden_size
+    if spec.norm_layout == "sandwich":
+        hidden += _SAVED_SANDWICH
+    return total + hidden * spec.hidden_size + intermediate * spec.intermediate_size
+
+
+def _live(spec: TeacherSpec) -> int:
+    widest = max(spec.intermediate_size, 3 * spec.num_attention_heads * spec.head_dim)
+    return _LIVE_FORWARD * widest * FP32
+
+
+def _mask(settings: AlignSettings | LogitsSettings) -> int:
+    """Packed rows carry a mask [rows, length, length], boolean and as numbers inside SDPA."""
+    return settings.micro_batch_rows * settings.seq_len_tokens**2 * (1 + FP32)
+
+
+def _rounded(model: ModelFacts, precision: str) -> int:
+    return (model.parameters - model.embedding_parameters) * BF16 if precision == "bf16" else 0

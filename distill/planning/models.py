@@ -1,0 +1,67 @@
+"""The models of a run as they stand in memory: teacher, linear student, hybrid student."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ltconvert.convert.inspect import LayerFacts, ModelFacts, model_facts
+from ltconvert.convert.students.lt2 import LT2Config
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.convert.transfer import student_options
+from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
+from ltconvert.distill.selection.simple import uniform_layers
+from ltconvert.recipes.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Models:
+    """Sizes of everything that a recipe makes of a teacher.
+
+    Attributes:
+        keep: layers that stay full.
+        linear: the student before selection: every layer converted that is not listed.
+        hybrid: the student after it. Which layers are kept is not known yet; evenly spaced ones
+            stand for them, which matters only where layers differ (windows).
+    """
+
+    spec: TeacherSpec
+    keep: int
+    teacher: ModelFacts
+    linear: ModelFacts
+    hybrid: ModelFacts
+
+    @property
+    def converted(self) -> tuple[LayerFacts, ...]:
+        """Layers whose mixer is aligned."""
+        return tuple(layer for layer in self.linear.layers if layer.mixer != "full")
+
+    @property
+    def mixer_parameters(self) -> int:
+        """Values in the converted mixers of the student before selection."""
+        return sum(layer.mixer_parameters for layer in self.converted)
+
+
+def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
+    """Sizes from the recipe and the architecture alone.
+
+    Raises:
+        UserError: ``student.full_layers`` does not fit the teacher.
+        ValueError: neither do loops, prelude or coda.
+    """
+    student = recipe.student
+    keep = count_full_layers(student.full_layers, spec.num_layers)
+    listed = student.full_layers if isinstance(student.full_layers, list) else []
+    kept = listed_layers(listed, spec.num_layers) or uniform_layers(keep, spec.num_layers)
+    options = student_options(spec, student.model_dump())
+
+    def facts(full: list[int]) -> ModelFacts:
+        mixers = ["full" if i in full else student.mixer for i in range(spec.num_layers)]
+        return model_facts(LT2Config.from_spec(spec, mixers, **options))
+
+    return Models(
+        spec=spec,
+        keep=keep,
+        teacher=model_facts(LT2Config.from_spec(spec)),
+        linear=facts(listed),
+        hybrid=facts(kept),
+    )
