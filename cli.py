@@ -116,6 +116,7 @@ def plan(
     recipe: RecipeName = "hybrid25",
     budget: Budget = None,
     data: Data = None,
+    out: Out = None,
     overrides: Overrides = None,
     revision: Revision = None,
 ) -> None:
@@ -123,7 +124,7 @@ def plan(
     from ltconvert import cli_run
 
     resolved = _recipe(recipe, budget, data, overrides)
-    cli_run.plan(session, resolved, teacher, revision)
+    cli_run.plan(session, resolved, teacher, out, revision)
 
 
 @app.command("eval")
@@ -194,11 +195,7 @@ def inspect(session: Session, model: Model, revision: Revision = None) -> None:
     """Layer map, parameters and cache bytes a token of a teacher or a student."""
     from ltconvert import cli_inspect
 
-    document = cli_inspect.examine(model, revision)
-    if session.json:
-        output.print_json(document)
-    else:
-        cli_inspect.show(document, verbose=session.verbose)
+    cli_inspect.run(model, revision, as_json=session.json, verbose=session.verbose)
 
 
 @app.command()

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 PLAIN_WIDTH = 160
 
@@ -40,7 +43,6 @@ def print_facts(title: str, facts: Mapping[str, Any]) -> None:
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """A table; columns whose every cell is a number are right-aligned."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     cells = [[_cell(value) for value in row] for row in rows]
@@ -50,20 +52,21 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         table.add_row(*row)
+    print_rich(table)
+
+
+def print_rich(shown: RenderableType) -> None:
+    """Whatever rich can draw; plain lines where stdout is no terminal."""
+    from rich.console import Console
+
     if sys.stdout.isatty():
-        Console(markup=False, highlight=False).print(table)
+        Console(markup=False, highlight=False).print(shown)
         return
     console = Console(width=PLAIN_WIDTH, markup=False, highlight=False, color_system=None)
     with console.capture() as capture:
-        console.print(table)
+        console.print(shown)
     lines = [line.rstrip() for line in capture.get().splitlines()]
     print_line("\n".join(lines).strip("\n"))
-
-
-def bar(share: float, width: int = 20) -> str:
-    """A bar of `share` in [0, 1]."""
-    filled = round(max(0.0, min(1.0, share)) * width)
-    return "█" * filled + "·" * (width - filled)
 
 
 def human_bytes(count: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,29 +16,35 @@ if TYPE_CHECKING:
     from ltconvert.convert.teachers.load import Teacher
     from ltconvert.distill.pipeline import PipelineResult
     from ltconvert.distill.runlog import RunLog
-    from ltconvert.distill.selection.result import Selection
     from ltconvert.recipes.schema import Recipe
 
 RUN_FILE = "run.json"
+
+
+def is_main_process() -> bool:
+    """True for the one process of a distributed run that prints."""
+    from ltconvert.distill.processes import rank_and_world
+
+    return rank_and_world()[0] == 0
 
 
 def distill(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
 ) -> None:
     """All stages, evaluation and report; with `--json` the rows of the table on stdout."""
-    teacher, log, run_dir, device = _begin(session, recipe, teacher_name, out, revision)
-    result = _pipeline(session, recipe, teacher, run_dir, log, device)
-    log.close()
-    if session.json:
-        output.print_json(_document(result, run_dir))
-    else:
-        log.say(f"student: {result.student_dir}")
+    start = _begin(session, recipe, teacher_name, out, revision)
+    result = _pipeline(start)
+    start.log.say(f"student: {result.student_dir}")
+    start.log.close()
+    if session.json and is_main_process():
+        output.print_json(_document(result, start.run_dir))
 
 
 def select_layers(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
 ) -> None:
     """Align and select; prints the ranked table and the words that use it."""
+    from ltconvert.distill.selection.render import render_selection
     from ltconvert.distill.selection.result import Selection
     from ltconvert.distill.stage import SELECTION_FILE
 
@@ -46,47 +53,117 @@ def select_layers(
         for name in ("logits", "longctx")
     }
     recipe = recipe.model_copy(update=only)
-    teacher, log, run_dir, device = _begin(session, recipe, teacher_name, out, revision)
-    _pipeline(session, recipe, teacher, run_dir, log, device)
-    log.close()
-    path = run_dir / "stages" / "select" / SELECTION_FILE
+    start = _begin(session, recipe, teacher_name, out, revision)
+    _pipeline(start)
+    start.log.close()
+    if not is_main_process():
+        return
+    path = start.run_dir / "stages" / "select" / SELECTION_FILE
     selection = Selection.load(path)
     if session.json:
         output.print_json(selection.to_dict() | {"path": path})
         return
-    _show_selection(selection)
-    log.say(f"written: {path}")
-    log.say(f"use it again: {selection.setting}")
+    output.print_rich(render_selection(selection))
+    output.print_line(f"written: {path}")
+
+
+def plan(
+    session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
+) -> None:
+    """The table of what a run takes; refuses one that cannot fit, with the setting that would."""
+    from ltconvert.convert.teachers.load import describe_teacher
+    from ltconvert.distill import plan as planning
+    from ltconvert.distill.planning.render import render_plan
+
+    device = session.device()
+    precision, _ = session.precision(device)
+    spec, _ = describe_teacher(teacher_name, revision=revision)
+    made = planning.plan(
+        recipe, spec, device, precision, run_dir=out or default_out(teacher_name, recipe)
+    )
+    if session.json:
+        output.print_json(made.to_dict())
+    else:
+        output.print_rich(render_plan(made))
+
+
+def default_out(teacher_name: str, recipe: Recipe) -> Path:
+    """Where a run goes without --out."""
+    name = teacher_name.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+    return Path("runs") / f"{name}-{recipe.name}"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from."""
+
+    recipe: Recipe
+    teacher: Teacher
+    run_dir: Path
+    log: RunLog
+    device: torch.device
+    precision: str
 
 
 def _begin(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
-) -> tuple[Teacher, RunLog, Path, torch.device]:
-    """Say what runs where and why, then load the teacher."""
+) -> Start:
+    """Say what runs where and why, check that it fits, then load the teacher."""
     from ltconvert.convert.teachers.load import load_teacher
     from ltconvert.distill.runlog import RunLog
 
-    run_dir = out or Path("runs") / f"{Path(teacher_name).stem}-{recipe.name}"
+    run_dir = out or default_out(teacher_name, recipe)
     _check_out(run_dir)
     device = session.device()
     log = RunLog(run_dir, json=session.json)
     log.say(f"run folder: {run_dir}")
-    _say_set_up(session, log, device)
+    precision = _say_set_up(session, log, run_dir, device)
+    if not (run_dir / RUN_FILE).exists():  # a run that has begun has shown that it fits
+        _say_plan(recipe, teacher_name, revision, run_dir, log, (device, precision))
     teacher = load_teacher(teacher_name, device=device, revision=revision)
-    log.say(f"teacher: {teacher.name}, {teacher.spec.num_layers} layers x {teacher.spec.num_loops}")
+    loops = f" in {teacher.spec.num_loops} loops" if teacher.spec.num_loops > 1 else ""
+    log.say(f"teacher: {teacher.name}, {teacher.spec.num_layers} layers{loops}")
     for remark in teacher.remarks:
         log.say(f"  {remark}")
-    return teacher, log, run_dir, device
+    return Start(recipe, teacher, run_dir, log, device, precision)
 
 
-def _say_set_up(session: Session, log: RunLog, device: torch.device) -> None:
-    """Device, precision and kernels with the reason for each."""
+def _say_set_up(session: Session, log: RunLog, run_dir: Path, device: torch.device) -> str:
+    """Device, precision and kernels with the reason for each; the precision."""
     import torch
 
-    rows = session.choose_kernels(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    log.say(f"device: {device} ({name}), torch {torch.__version__}")
-    log.say("kernels: " + "; ".join(f"{op} {backend} ({why})" for op, backend, why in rows))
+    from ltconvert.distill.dependencies import recorded_precision
+
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    log.say(f"device: {device}{name}, torch {torch.__version__}")
+    precision, reason = recorded_precision(run_dir), "as this run began"
+    if precision is None or session.precision_name != "auto":
+        precision, reason = session.precision(device)
+    log.say(f"precision: {precision} ({reason})")
+    by_choice: dict[str, list[str]] = {}
+    for op, backend, why in session.choose_kernels(device):
+        by_choice.setdefault(f"{backend} ({why})", []).append(op)
+    choices = (f"{', '.join(ops)}: {choice}" for choice, ops in by_choice.items())
+    log.say(f"kernels: {'; '.join(choices)}")
+    return precision
+
+
+def _say_plan(
+    recipe: Recipe,
+    teacher_name: str,
+    revision: str | None,
+    run_dir: Path,
+    log: RunLog,
+    where: tuple[torch.device, str],
+) -> None:
+    """Refuse what cannot fit before anything is loaded; what it takes in a few lines."""
+    from ltconvert.convert.teachers.load import describe_teacher
+    from ltconvert.distill import plan as planning
+    from ltconvert.distill.planning.render import summary_lines
+
+    spec, _ = describe_teacher(teacher_name, revision=revision)
+    for line in summary_lines(planning.plan(recipe, spec, *where, run_dir=run_dir)):
+        log.say(f"plan: {line}")
 
 
 def _check_out(run_dir: Path) -> None:
@@ -103,18 +180,17 @@ def _check_out(run_dir: Path) -> None:
         )
 
 
-def _pipeline(
-    session: Session,
-    recipe: Recipe,
-    teacher: Teacher,
-    run_dir: Path,
-    log: RunLog,
-    device: torch.device,
-) -> PipelineResult:
+def _pipeline(start: Start) -> PipelineResult:
+    """All stages that the recipe asks for and that are not finished."""
     from ltconvert.distill import pipeline
 
     return pipeline.run(
-        recipe, teacher, run_dir, log, device=device, precision=session.precision_name
+        start.recipe,
+        start.teacher,
+        start.run_dir,
+        start.log,
+        device=start.device,
+        precision=start.precision,
     )
 
 
@@ -127,32 +203,3 @@ def _document(result: PipelineResult, run_dir: Path) -> dict[str, Any]:
         "precision": result.precision,
         "stages": result.rows,
     }
-
-
-def _show_selection(selection: Selection) -> None:
-    """The ranked table with bars, the chosen set, how stable it was and what it cost."""
-    main = selection.scores.get(selection.main or "", [])
-    low, high = min(main, default=0.0), max(main, default=0.0)
-    columns = ["rank", "layer", "keeps", *selection.scores, *([""] if main else [])]
-    rows = []
-    for rank, layer in enumerate(selection.ranking, start=1):
-        row: list[Any] = [rank, layer, "full" if layer in selection.chosen else ""]
-        row += [column[layer] for column in selection.scores.values()]
-        if main:
-            share = (main[layer] - low) / (high - low) if high > low else 1.0
-            row.append(output.bar(share if selection.higher_is_better else 1.0 - share))
-        rows.append(row)
-    output.print_table(f"layers by {selection.method}", columns, rows)
-    cost = selection.cost
-    output.print_facts(
-        f"kept as full attention: {', '.join(map(str, selection.chosen))}",
-        {
-            "batches": len(selection.history),
-            "stopped early, the set was stable": "yes" if selection.stopped_early else "no",
-            "tokens": cost.tokens,
-            "whole forwards": round(cost.forwards, 1),
-            "trained tokens": cost.trained_tokens,
-            "seconds": round(cost.seconds, 1),
-            **selection.facts,
-        },
-    )

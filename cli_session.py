@@ -74,13 +74,23 @@ class Session:
             device = _cuda(device)
         elif device.type != "cpu":
             raise UserError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
+        else:
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # also where there is a GPU
         return device
 
     def precision(self, device: torch.device) -> tuple[str, str]:
         """(`fp32` or `bf16`, why), measured where `--precision auto` leaves the choice."""
         from ltconvert.distill.precision import pick_precision
 
-        return pick_precision(device, self.precision_name)
+        choice = pick_precision(device, self.precision_name)
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return choice
+        # Processes may measure differently; all follow the first.
+        from accelerate import PartialState
+        from accelerate.utils import broadcast_object_list
+
+        PartialState()
+        return broadcast_object_list([choice])[0]
 
     def choose_kernels(self, device: torch.device) -> list[tuple[str, str, str]]:
         """Make `--kernel` the default of this process; (operation, backend, why) a row.
@@ -201,11 +211,6 @@ def prepare(session: Session) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def is_main_process() -> bool:
-    """True for the one process of a distributed run that may print."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def run(app: typer.Typer, arguments: list[str]) -> int:
     """Run the command line; every exception becomes a line on stderr and an exit code."""
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -248,7 +253,7 @@ def explain(error: Exception) -> tuple[str, int]:
 
 def _fail(message: str, code: int, as_json: bool) -> int:
     """Print the error line, and with `--json` a document that holds it."""
-    if as_json:
+    if as_json and os.environ.get("RANK", "0") == "0":
         print(json.dumps({"error": message, "exit_code": code}))
     print(f"error: {message}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""What a teacher or student consists of: layer map, parameters, cache size. No weights are needed."""
+"""What a teacher or student consists of: layer map, parameters, cache size; without weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LayerFacts:
         window: tokens that its attention sees (the token itself counted), None for all or none.
         rope: name of its positions, None for none.
         visits: how often a forward pass runs it; each visit has a cache of its own.
-        parameters: of the layer, of its mixer alone, and the matrices' share of the mixer's.
+        parameters, mixer_parameters: of the layer, and of its mixer alone.
         cache_bytes_per_token: over all visits, growing with every token.
         cache_tokens: tokens after which the cache stops growing, None where it never does.
         state_bytes: over all visits, whatever the context (recurrent state, convolution history).
@@ -113,7 +113,7 @@ def model_facts(config: LT2Config, cache_dtype: torch.dtype = torch.bfloat16) ->
 
 
 def count(module: nn.Module) -> int:
-    """Values in all parameters; a name that stands twice counts twice (meta tensors are never tied)."""
+    """Values in all parameters, tied ones once a name."""
     return sum(
         parameter.numel() for _, parameter in module.named_parameters(remove_duplicate=False)
     )

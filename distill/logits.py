@@ -139,8 +139,7 @@ def prepare(inputs: StageInputs, settings: LogitsSettings) -> LogitsObjective:
     teacher = inputs.teacher.model
     if inputs.precision == "bf16":
         teacher = frozen_copy(teacher, torch.bfloat16)
-    if settings.gradient_checkpointing:
-        student.gradient_checkpointing_enable()
+    student.model.gradient_checkpointing = settings.gradient_checkpointing
     return LogitsObjective(teacher, student, settings)
 
 
@@ -150,6 +149,6 @@ def run(
     """Distil the teacher's logits into ``inputs.student``; resumes from ``stage_dir`` by itself."""
     objective = prepare(inputs, settings)
     trained = inputs.train(objective, settings, stage_dir, stage)
-    objective.module.gradient_checkpointing_disable()
+    objective.module.model.gradient_checkpointing = False
     facts = {"tokens": trained.tokens, "steps": trained.steps, "seconds": trained.seconds}
     return StageResult(objective.module.eval().requires_grad_(False), facts=facts)

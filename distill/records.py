@@ -19,6 +19,16 @@ from ltconvert.distill.processes import rank_and_world
 from ltconvert.errors import UserError
 
 STAGE_FILE = "stage.json"
+_REFUSALS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+}
 
 
 @dataclass
@@ -106,28 +116,26 @@ def clear_disk_errors(run_dir: Path) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.EFBIG):
-            raise
-        reason = os.strerror(error.errno)
+    except UserError:
+        raise
     except Exception as error:
-        # safetensors and torch.save report a full disk with exceptions of their own.
-        reason = _disk_reason(error)
+        reason = _disk_reason(error, run_dir)
         if reason is None:
             raise
-    else:
-        return
-    raise UserError(
-        f"cannot write to {run_dir}: {reason}; free space or choose another folder, then repeat the call: "
-        "it continues from the last checkpoint"
-    )
+        raise UserError(
+            f"cannot write to {run_dir}: {reason}; free space or choose another folder, then repeat "
+            "the call: it continues from the last checkpoint"
+        ) from error
 
 
-def _disk_reason(error: Exception) -> str | None:
-    """The file system's complaint inside an exception that is no OSError, if there is one."""
+def _disk_reason(error: Exception, run_dir: Path) -> str | None:
+    """The file system's complaint about ``run_dir`` inside an exception, if there is one."""
+    if isinstance(error, OSError):
+        where = Path(str(error.filename or run_dir)).absolute()
+        ours = where.is_relative_to(run_dir.absolute())
+        return os.strerror(error.errno) if ours and error.errno in _REFUSALS else None
+    # safetensors and torch.save report a full disk with exceptions of their own.
     text = str(error)
     if "os error 28" in text or "PytorchStreamWriter failed writing" in text:
         return os.strerror(errno.ENOSPC)
-    if "os error 13" in text:
-        return os.strerror(errno.EACCES)
-    return None
+    return os.strerror(errno.EACCES) if "os error 13" in text else None

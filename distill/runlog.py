@@ -45,7 +45,7 @@ class RunLog:
     def say(self, text: str) -> None:
         """One line for the person; above the live line when there is one."""
         if self._main:
-            self._console.print(text, markup=False, highlight=False)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             self._console.file.flush()
 
     def metrics(self, stage: str, step: int, values: Mapping[str, Any]) -> None:

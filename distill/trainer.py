@@ -15,6 +15,7 @@ import os
 import random
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from ltconvert.distill.interrupt import Stopped, StopRequest, stop_requests
 from ltconvert.distill.objective import Objective, Stream, TrainResult
 from ltconvert.distill.optim import build_optimizer, lr_share, plan_steps, set_lr
+from ltconvert.distill.prefetch import Prefetch
 from ltconvert.distill.resume import (
     TrainState,
     clean_up,
@@ -78,8 +80,11 @@ def train(
         Stopped: SIGINT or SIGTERM came; the step is finished and saved.
     """
     device = torch.device(device)
-    run = _Run(objective, stream, settings, stage, stage_dir, log, precision, device, seed)
-    with stop_requests() as request:
+    with ExitStack() as stack:
+        if device.type != "cpu":  # on a CPU the thread would only take time from the step
+            stream = stack.enter_context(closing(Prefetch(stream)))
+        request = stack.enter_context(stop_requests())
+        run = _Run(objective, stream, settings, stage, stage_dir, log, precision, device, seed)
         return _Loop(run).train(request)
 
 

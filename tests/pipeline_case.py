@@ -3,8 +3,8 @@
     python pipeline_case.py CASE_FOLDER RUN_DIR [KILL ...]
 
 runs the conversion in a child process for each KILL, checks that the child died of SIGKILL, and at
-last once undisturbed. KILL is ``STAGE:STEP`` (when that step's metrics are noted), or ``rename:N``
-(instead of the process's N-th rename of a file or folder).
+last once undisturbed. KILL is ``STAGE:STEP`` (when that step's metrics are noted), or
+``put:NAME:N`` (instead of the process's N-th rename of a file or folder to NAME).
 """
 
 from __future__ import annotations
@@ -64,31 +64,31 @@ def convert(teacher: Teacher, folder: Path, run_dir: Path, **sections: dict[str,
 
 def kill_at(point: str) -> None:
     """Arrange for this process to be killed without warning."""
-    stage, number = point.split(":")
-    if stage == "rename":
-        _kill_at_rename(int(number))
+    kind, *rest = point.split(":")
+    if kind == "put":
+        _kill_at_rename(rest[0], int(rest[1]))
         return
     noted = RunLog.metrics
 
     def metrics(self: RunLog, name: str, step: int, values: Any) -> None:
         noted(self, name, step, values)
-        if (name.split()[0], step) == (stage, int(number)):
+        if (name.split()[0], step) == (kind, int(rest[0])):
             os.kill(os.getpid(), signal.SIGKILL)
 
     RunLog.metrics = metrics
 
 
-def _kill_at_rename(number: int) -> None:
+def _kill_at_rename(target: str, number: int) -> None:
     calls = 0
     for name in ("rename", "replace"):
         real = getattr(os, name)
 
-        def counted(*arguments: Any, real: Any = real, **options: Any) -> None:
+        def counted(source: Any, to: Any, real: Any = real, **options: Any) -> None:
             nonlocal calls
-            calls += 1
+            calls += Path(to).name == target
             if calls == number:
                 os.kill(os.getpid(), signal.SIGKILL)
-            real(*arguments, **options)
+            real(source, to, **options)
 
         setattr(os, name, counted)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ltconvert.convert.teachers.family import (
     TOP_NAMES,
     Config,
@@ -27,7 +29,7 @@ def read_mistral(config: Config) -> TeacherSpec:
     return _read(config, ["sliding_attention"], max_positions=4096 * 32)
 
 
-def _read(config: Config, kind: list[str], *, max_positions: int, **fields: bool) -> TeacherSpec:
+def _read(config: Config, kind: list[str], *, max_positions: int, **fields: Any) -> TeacherSpec:
     common = common_fields(config, FAMILY_NAME, max_positions=max_positions)
     layer_types = kind * common["num_layers"]
     rope, layer_rope = read_rope(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ltconvert.convert.checkpoint import load_student
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
@@ -16,10 +13,10 @@ from ltconvert.convert.teachers.registry import family_of
 from ltconvert.convert.teachers.source import Source, resolve
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.teachers.tokenizers import fit_tokenizer
+from ltconvert.convert.teachers.weights import collect, digest
 from ltconvert.errors import UserError
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Teacher:
         source: what it was loaded from: hub id, package, or absolute path.
         revision: hub commit or package version.
         spec: its architecture.
-        model: an LT2ForCausalLM whose mixers are all full.
+        model: an LT2ForCausalLM whose mixers are all full; a saved student has its own.
         tokenizer: None when the source has none.
         digest: names the weights: equal for equal tensors, whatever the dtype they are held in.
         remarks: what a person should know, one line each.
@@ -100,58 +97,53 @@ def describe_teacher(
         UserError: unknown reference or family.
     """
     source = resolve(reference, revision=revision)
-    spec = read_spec(source)
-    slots = spec.num_layers * spec.num_loops
+    config = read_lt2_config(source)
+    spec = config.spec()
+    slots = sum(kind != "linear_attention" for kind in config.layer_types or ())
     facts = {
         "name": source.name,
         "kind": source.kind,
         "source": source.location,
         "revision": source.revision,
         "model_type": source.config.get("model_type"),
-        "parameters": count_parameters(spec),
+        "parameters": count_parameters(config),
         "stored_bytes": source.stored_bytes(),
         "cache_bytes_per_token": 2 * 2 * spec.num_key_value_heads * spec.head_dim * slots,
     }
     return spec, facts
 
 
-def read_spec(source: Source) -> TeacherSpec:
-    """The architecture of what a source holds, from its config alone."""
+def read_lt2_config(source: Source) -> LT2Config:
+    """The config of what a source holds: a student's own, or the teacher's by its family."""
     if source.config.get("model_type") == "lt2":
-        return LT2Config.from_dict(source.config).spec()
+        return LT2Config.from_dict(source.config)
+    return LT2Config.from_spec(read_spec(source))
+
+
+def read_spec(source: Source) -> TeacherSpec:
+    """The architecture of the teacher that a source holds, from its published config alone."""
     return family_of(source.config).read_spec(source.config)
 
 
-def count_parameters(spec: TeacherSpec) -> int:
-    """Parameters of the teacher, a tied head counted once."""
-    model = empty_model(spec)
+def count_parameters(config: LT2Config) -> int:
+    """Parameters of a model, a tied head counted once."""
+    model = empty_model(config)
     total = sum(value.numel() for value in model.state_dict().values())
-    return total - (model.head_weight.numel() if spec.tie_word_embeddings else 0)
+    return total - (model.head_weight.numel() if config.tie_word_embeddings else 0)
 
 
-def empty_model(spec: TeacherSpec) -> LT2ForCausalLM:
-    """The teacher without weights, on the meta device."""
+def empty_model(config: LT2Config) -> LT2ForCausalLM:
+    """A model without weights, on the meta device."""
     with torch.device("meta"):
-        return LT2ForCausalLM(LT2Config.from_spec(spec))
-
-
-def digest(state: dict[str, Tensor]) -> str:
-    """sha256 over names, shapes and a sample of each tensor rounded to bf16."""
-    hasher = hashlib.sha256()
-    for name, value in sorted(state.items()):
-        hasher.update(f"{name} {tuple(value.shape)};".encode())
-        flat = value.detach().reshape(-1)
-        step = max(1, flat.numel() // _SAMPLES)
-        sample = flat[::step][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
-        hasher.update(sample.view(torch.int16).numpy().tobytes())
-    return hasher.hexdigest()
+        return LT2ForCausalLM(config)
 
 
 def _build(
     spec: TeacherSpec, source: Source, dtype: torch.dtype, device: str | torch.device
 ) -> tuple[LT2ForCausalLM, TeacherSpec]:
     """The model with the source's weights; the spec unties a head that is stored and differs."""
-    shapes = {name: value.shape for name, value in empty_model(spec).state_dict().items()}
+    empty = empty_model(LT2Config.from_spec(spec))
+    shapes = {name: value.shape for name, value in empty.state_dict().items()}
     state = collect(source.tensors(), shapes, dtype, device)
     if spec.tie_word_embeddings and _HEAD in state:
         if torch.equal(state[_HEAD], state.get(_EMBEDDING, state[_HEAD])):
@@ -164,41 +156,10 @@ def _build(
             f"{source.location} lacks {len(missing)} of {len(shapes)} tensors of its config, "
             f"first {missing[0]}: the checkpoint is not complete"
         )
-    model = empty_model(spec)
+    model = empty_model(LT2Config.from_spec(spec))
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     return model, spec
-
-
-def collect(
-    tensors: Iterable[tuple[str, Tensor]],
-    shapes: dict[str, torch.Size],
-    dtype: torch.dtype,
-    device: str | torch.device,
-) -> dict[str, Tensor]:
-    """The tensors by canonical name, each exactly once and of the expected shape.
-
-    Raises:
-        UserError: a tensor that the config has no place for, that comes twice, or whose shape or
-            dtype does not fit.
-    """
-    state: dict[str, Tensor] = {}
-    for name, value in tensors:
-        if name not in shapes:
-            raise UserError(f"the checkpoint has a tensor {name}, its config has no place for it")
-        if name in state:
-            raise UserError(f"the checkpoint has the tensor {name} twice")
-        if value.shape != shapes[name]:
-            raise UserError(
-                f"tensor {name} has shape {tuple(value.shape)}, "
-                f"the config says {tuple(shapes[name])}"
-            )
-        if value.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise UserError(
-                f"tensor {name} is stored as {value.dtype}: give a checkpoint that is not quantised"
-            )
-        state[name] = value.to(device=device, dtype=dtype)
-    return state
 
 
 def _set_generation(model: LT2ForCausalLM, source: Source, spec: TeacherSpec) -> None:

@@ -21,7 +21,7 @@ class Machine:
 
     Attributes:
         free_bytes: memory that a new process can have.
-        flops: multiplications and additions a second of a large matrix product in the run's precision.
+        flops: multiplications and additions a second of a large matrix product in that precision.
         bytes_per_second: of an element-wise pass over memory, reads and writes together.
     """
 

@@ -15,10 +15,11 @@ from ltconvert.convert.inspect import LayerFacts, ModelFacts
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import batch_shape
+from ltconvert.kernels.linear_kl import CHUNK_BYTES
 from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe, SelectSettings
 
 FP32, BF16 = 4, 2
-CHUNK_BYTES = 256 << 20
+_CHUNK_COPIES = 6  # logits, log-probabilities and their gradients, of both models
 RUNTIME_BYTES = 700 << 20  # interpreter, libraries, or a GPU's context
 # (hidden, intermediate, heads * head_dim) coefficients; tests hold them against autograd.
 _SAVED = {
@@ -58,7 +59,9 @@ def _align(settings: AlignSettings, models: Models, precision: str) -> Parts:
     at_once = settings.layers_at_once or max(len(mixers), 1)
     active = max((sum(mixers[i : i + at_once]) for i in range(0, len(mixers), at_once)), default=0)
     tokens = settings.micro_batch_rows * settings.seq_len_tokens
-    one_mixer = max((saved_bytes(models.spec, x, precision, mlp=False) for x in models.converted), default=0)
+    one_mixer = max(
+        (saved_bytes(models.spec, x, precision, mlp=False) for x in models.converted), default=0
+    )
     return {
         "student": sum(mixers) * FP32,
         "gradients": active * FP32,
@@ -88,22 +91,24 @@ def forward_select(settings: SelectSettings, models: Models, precision: str) -> 
     return {
         "student": models.mixer_parameters * FP32 + _rounded(models.linear, precision),
         "activations": tokens * (states + _live(models.spec)),
-        "logits": CHUNK_BYTES,
+        "logits": _CHUNK_COPIES * CHUNK_BYTES,
     }
 
 
 def _train(settings: LogitsSettings, models: Models, precision: str, *, before: int) -> Parts:
-    """A student of its own with all that AdamW needs, beside ``before`` values of the former one."""
+    """A student of its own with what AdamW needs, beside ``before`` values of the former."""
     size = models.hybrid.parameters
     tokens = settings.micro_batch_rows * settings.seq_len_tokens
-    head = models.spec.vocab_size * models.spec.hidden_size * FP32  # its gradient is added up in fp32
+    head = (
+        models.spec.vocab_size * models.spec.hidden_size * FP32
+    )  # its gradient is added up in fp32
     return {
         "student": (size + before) * FP32 + _rounded(models.hybrid, precision),
         "gradients": size * FP32,
         "optimiser": 2 * size * FP32,
         "activations": tokens * (_kept(settings, models, precision) + _live(models.spec))
         + _mask(settings),
-        "logits": CHUNK_BYTES + head,
+        "logits": _CHUNK_COPIES * CHUNK_BYTES + head,
     }
 
 

@@ -57,6 +57,4 @@ def most_cost(settings: SelectSettings, schedule: Sequence[Step], keep: int) -> 
         ],
     }[method]
     rounds = keep if method == "kl-greedy" else 1
-    return Cost(
-        rounds * batches * tokens, batches * forwards, batches * forwards * tokens
-    )
+    return Cost(rounds * batches * tokens, batches * forwards, batches * forwards * tokens)

@@ -101,9 +101,7 @@ def likely_first(probe: Probe, cost: Cost) -> list[int]:
     return order(sums.columns()["gain"])
 
 
-def short_settings(
-    full: LogitsSettings, select: SelectSettings
-) -> tuple[LogitsSettings, int]:
+def short_settings(full: LogitsSettings, select: SelectSettings) -> tuple[LogitsSettings, int]:
     """Settings of the short distillation, and its steps.
 
     As in the stage `logits`, but at a constant rate from the first step on, on rows of

@@ -26,7 +26,7 @@ def delta_rule(
     keep_BT: Tensor | None = None,
     scale: float | None = None,
     l2norm_qk: bool = True,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the gated delta rule over a sequence: (outputs [B, T, H, V], final state [B, H, K, V]).
 
@@ -42,7 +42,8 @@ def delta_rule(
     `segment_ids_BT` (int): where the id differs from the token before, the state is set to zero
     before that token; the first token of a row continues the initial state. `keep_BT`: False marks
     padding, which leaves the state untouched, gets output 0 and no gradient, and is looked through
-    when segments are compared.
+    when segments are compared. `chunk_size` (tokens) is a matter of speed; None leaves it to the
+    backend.
 
     The output has v's dtype. The state is fp32 (fp64 for fp64 inputs), and so is the arithmetic.
     Differentiable in every floating input. Autocast does not reach inside.
@@ -57,7 +58,7 @@ def delta_rule(
     _check_state("initial_state", initial_state_BHKV, (batch, heads, key_width, v_BTHV.shape[-1]))
     check_token_grid("segment_ids", segment_ids_BT, batch, length)
     check_token_grid("keep", keep_BT, batch, length)
-    if chunk_size < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
     return dispatch.implementation("delta_rule", q_BTHK.device).delta_rule(
         q_BTHK,

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ltconvert.kernels.delta_rule.chunks import (
+    CHUNK_TOKENS,
     Chunks,
     Options,
     arithmetic,
@@ -51,7 +52,7 @@ def delta_rule(
     keep_BT: Tensor | None,
     scale: float,
     l2norm_qk: bool,
-    chunk_size: int,
+    chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
     """See `ltconvert.kernels.delta_rule.delta_rule`."""
     keep_BT = padding_mask(keep_BT)
@@ -69,7 +70,7 @@ def delta_rule(
         )
     return _DeltaRule.apply(
         q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, initial_state_BHKV, counts_BT,
-        Options(scale, l2norm_qk, min(chunk_size, q_BTHK.shape[1])),
+        Options(scale, l2norm_qk, min(chunk_size or CHUNK_TOKENS, q_BTHK.shape[1])),
     )  # fmt: skip
 
 
@@ -149,11 +150,14 @@ def _forward_span(x: Chunks, state_RKV: Tensor) -> tuple[Tensor, Tensor, Tensor]
     u_NRCV = bmm(x.inverse_NRCC, x.beta_NRC1 * x.v_NRCV)  # less W S below: then U
     w_NRCK = bmm(x.inverse_NRCC, (x.beta_NRC1 * x.carry_NRC1) * x.k_NRCK)
     write_NRKC = (x.to_end_NRC1 * x.k_NRCK).mT
-    states_NRKV = state_RKV.new_empty((len(u_NRCV), *state_RKV.shape))
-    for n in range(len(u_NRCV)):
-        states_NRKV[n] = state_RKV
-        u_NRCV[n].baddbmm_(w_NRCK[n], state_RKV, alpha=-1)
-        state_RKV = torch.baddbmm(x.carry_out_NR11[n] * state_RKV, write_NRKC[n], u_NRCV[n])
+    carry_NR11, count = x.carry_out_NR11, len(u_NRCV)
+    states_NRKV = state_RKV.new_empty((count + 1, *state_RKV.shape))  # the last one goes out
+    states_NRKV[0] = state_RKV
+    for n in range(count):
+        u_NRCV[n].baddbmm_(w_NRCK[n], states_NRKV[n], alpha=-1)
+        torch.mul(carry_NR11[n], states_NRKV[n], out=states_NRKV[n + 1])
+        states_NRKV[n + 1].baddbmm_(write_NRKC[n], u_NRCV[n])
+    states_NRKV, state_RKV = states_NRKV[:count], states_NRKV[count].clone()
     scores_NRCC = bmm(x.q_NRCK, x.k_NRCK.mT).mul_(x.decay_NRCC)
     o_NRCV = bmm(x.carry_NRC1 * x.q_NRCK, states_NRKV, plus=bmm(scores_NRCC, u_NRCV))
     return o_NRCV, states_NRKV, state_RKV
@@ -169,15 +173,17 @@ def _backward_span(
     w_NRCK = bmm(x.inverse_NRCC, (beta * carry) * k)
     scores_NRCC = bmm(q, k.mT).mul_(x.decay_NRCC)
     du_NRCV = bmm(scores_NRCC.mT, do_NRCV)
-    dstates_NRKV = bmm((carry * q).mT, do_NRCV)
-    # The recurrence, backwards; afterwards dstates[n] is the gradient of the state *after* chunk n.
-    to_end_NRCK = x.to_end_NRC1 * k
-    for n in reversed(range(len(u_NRCV))):
-        du_NRCV[n].baddbmm_(to_end_NRCK[n], dstate_RKV)
-        earlier_RKV = dstates_NRKV[n].addcmul(x.carry_out_NR11[n], dstate_RKV)
-        earlier_RKV.baddbmm_(w_NRCK[n].mT, du_NRCV[n], alpha=-1)
-        dstates_NRKV[n] = dstate_RKV
-        dstate_RKV = earlier_RKV
+    dread_NRKV = bmm((carry * q).mT, do_NRCV)
+    # The recurrence, backwards: dstates[n] is the gradient of the state before chunk n.
+    write_NRCK, carry_NR11, count = x.to_end_NRC1 * k, x.carry_out_NR11, len(u_NRCV)
+    dstates_NRKV = dstate_RKV.new_empty((count + 1, *dstate_RKV.shape))
+    dstates_NRKV[count] = dstate_RKV
+    for n in reversed(range(count)):
+        du_NRCV[n].baddbmm_(write_NRCK[n], dstates_NRKV[n + 1])
+        torch.addcmul(
+            dread_NRKV[n], carry_NR11[n], dstates_NRKV[n + 1], out=dstates_NRKV[n]
+        ).baddbmm_(w_NRCK[n].mT, du_NRCV[n], alpha=-1)
+    dstate_RKV, dstates_NRKV = dstates_NRKV[0].clone(), dstates_NRKV[1:]  # now: after chunk n
 
     drhs_NRCV = bmm(x.inverse_NRCC.mT, du_NRCV)  # of beta * error
     dv_NRCV = beta * drhs_NRCV
@@ -200,7 +206,7 @@ def _backward_span(
     q_dot, row_dot, col_dot = dot(q, dq_NRCK), dot(k, dk_row), dot(k, dk_col)
     dsum_NRC1 = q_dot + row_dot - col_dot
     kept_NR1 = dot(dstates_NRKV.flatten(2), states_NRKV.flatten(2))
-    dsum_NRC1[..., -1, :] += dsum_end_NR1 + x.carry_out_NR11[..., 0] * kept_NR1
+    dsum_NRC1[..., -1, :] += dsum_end_NR1 + carry_NR11[..., 0] * kept_NR1
     dlog_decay_NRC1 = dsum_NRC1.flip(-2).cumsum(-2).flip(-2)
 
     dk_NRCK = dk_row + dk_col

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ltconvert.distill.data import Batch, PackedStream, heldout_batches
 from ltconvert.distill.data.documents import Document, is_heldout
 from ltconvert.distill.data.hub import HubSource
 from ltconvert.distill.data.tokens import Encoder, separator_id
+from ltconvert.distill.prefetch import Prefetch
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import DataSettings
 
@@ -221,6 +223,38 @@ def test_bos_begins_a_document_where_the_tokenizer_puts_one() -> None:
     assert [ids.tolist() for ids in encoder.encode([Document("a", False)])] == [[7, ord("a"), 2]]
     with pytest.raises(UserError, match="no chat template"):
         encoder.encode([Document([{"role": "user", "content": "hi"}], False)])
+
+
+def test_reading_ahead_changes_neither_batches_nor_positions(
+    data: DataSettings, tiny_tokenizer: Any
+) -> None:
+    plain, ahead = stream(data, tiny_tokenizer), Prefetch(stream(data, tiny_tokenizer))
+    with closing(ahead):
+        assert ahead.state_dict() == plain.state_dict()
+        states = []
+        for _ in range(20):
+            assert same(next(plain), next(ahead))
+            assert ahead.state_dict() == plain.state_dict()
+            states.append(plain.state_dict())
+        for state in (states[3], states[17], states[0]):
+            plain.load_state_dict(state)
+            ahead.load_state_dict(state)
+            assert all(same(next(plain), next(ahead)) for _ in range(7))
+
+
+def test_reading_ahead_raises_the_streams_error_in_its_place(
+    tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS) + "{broken\n")
+    settings = DataSettings(source=str(path), heldout_share=0.2)
+    counts = []
+    for source in (stream(settings, tiny_tokenizer), Prefetch(stream(settings, tiny_tokenizer))):
+        with pytest.raises(UserError, match="line 91: not a JSON object"):
+            for counted in range(1000):
+                next(source)
+        counts.append(counted)
+    assert counts[0] == counts[1] > 0
 
 
 # Hub data sets: a local file, streamed by the `datasets` library, stands for one.

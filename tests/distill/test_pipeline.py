@@ -16,6 +16,7 @@ from ltconvert.convert.checkpoint import load_student, read_provenance
 from ltconvert.convert.teachers.load import Teacher, load_teacher
 from ltconvert.distill import pipeline
 from ltconvert.distill.pipeline import PipelineResult
+from ltconvert.distill.records import clear_disk_errors
 from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
 
@@ -176,7 +177,7 @@ def test_disabled_stages_leave_no_trace(case: Path, teacher: Teacher, tmp_path: 
     assert [row["stage"] for row in result.rows] == ["start", "align"]
     assert result.student.config.mixers == ["gdn", "full", "gdn"]
     attention = result.student.model.layers[1].mixer.state_dict()
-    assert same(dict(attention), dict(teacher.model.layers[1].mixer.state_dict()))
+    assert same(dict(attention), dict(teacher.model.model.layers[1].mixer.state_dict()))
 
 
 def test_a_choice_left_open_without_select_is_refused(
@@ -237,3 +238,8 @@ def test_align_in_groups_trains_every_layer(
     assert not list(tmp_path.glob("stages/align/**/checkpoint*"))
 
 
+
+
+def test_a_problem_with_the_data_is_not_taken_for_one_with_the_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), clear_disk_errors(tmp_path / "run"):
+        raise PermissionError(errno.EACCES, "no", str(tmp_path / "data.jsonl"))

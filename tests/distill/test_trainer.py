@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
 import signal
@@ -22,6 +23,7 @@ from toy_training import (
     write_corpus,
 )
 
+from ltconvert.distill import resume
 from ltconvert.distill.interrupt import Stopped
 from ltconvert.distill.optim import lr_share, plan_steps
 from ltconvert.distill.precision import pick_precision
@@ -239,6 +241,26 @@ def test_damaged_checkpoint_is_one_line(
     ) as error:
         run_toy(folder, tiny_tokenizer, make_settings(steps=2))
     assert "\n" not in str(error.value)
+
+
+def test_full_disk_leaves_the_former_checkpoint(
+    folder: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LTCONVERT_CHECKPOINT_STEPS", "3")
+    torch.manual_seed(5)
+    objective = ToyObjective(
+        ToyModel(), lambda call: call == 8 and monkeypatch.setattr(resume, "save_file", full)
+    )
+
+    def full(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"begun")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        run_toy(folder, tiny_tokenizer, make_settings(), objective=objective)
+    assert json.loads((folder / "stage/checkpoint/state.json").read_text())["step"] == 3
+    monkeypatch.undo()
+    assert run_toy(folder, tiny_tokenizer, make_settings())[0].calls == 2 * (12 - 3)
 
 
 def test_checkpoint_of_the_right_size_with_wrong_bytes(folder: Path, tiny_tokenizer: Any) -> None:

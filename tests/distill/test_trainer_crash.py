@@ -29,7 +29,8 @@ def base(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
 def launch(folder: Path, **options: float) -> int | None:
     """Train in a process of its own, forked from one that has all imports done: its exit code."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["toy_training", "transformers"])
+    # Optimisers import torch._dynamo at their first use, which takes seconds.
+    context.set_forkserver_preload(["toy_training", "transformers", "torch._dynamo"])
     process = context.Process(target=toy_training.main, args=(folder, options))
     process.start()
     process.join(300)

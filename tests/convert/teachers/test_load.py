@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ltconvert.convert.checkpoint import save_student
 from ltconvert.convert.teachers.load import describe_teacher, load_teacher
+from ltconvert.convert.transfer import build_student
 from ltconvert.errors import UserError
 
 IDS = random_ids(length=12)
@@ -277,6 +278,17 @@ def test_a_student_is_a_teacher_too(tmp_path: Path) -> None:
     assert spec == first.spec and facts["model_type"] == "lt2"
     with torch.no_grad():
         assert torch.equal(second.model(IDS).logits, first.model(IDS).logits)
+
+
+def test_a_hybrid_student_is_described_as_it_is(tmp_path: Path) -> None:
+    saved(tmp_path / "hf")
+    teacher = load_teacher(str(tmp_path / "hf"))
+    student = build_student(teacher.model, ["gdn", "full", "gdn", "gdn"])
+    save_student(student, None, tmp_path / "lt2", {})
+    _, facts = describe_teacher(str(tmp_path / "lt2"))
+    assert facts["parameters"] == sum(p.numel() for p in student.parameters())
+    assert facts["cache_bytes_per_token"] == 1 * 2 * 8 * 2 * 2  # one full layer is left
+    assert set(load_teacher(str(tmp_path / "lt2")).model.config.mixers) == {"gdn", "full"}
 
 
 def test_generation_settings_come_along(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from ltconvert.convert.students.lt2 import exit_probabilities
+from ltconvert.convert.students.lt2 import LT2Config, exit_probabilities
 from ltconvert.convert.teachers import ouro
 from ltconvert.convert.teachers.load import (
     count_parameters,
@@ -78,10 +78,13 @@ def test_published_1_4b_names_and_sizes() -> None:
     assert len(published) == 269
     family = ouro.FAMILIES["ouro"]
     spec = family.read_spec(ouro_oracle.OURO_1_4B)
-    expected = {name: tuple(v.shape) for name, v in empty_model(spec).state_dict().items()}
+    expected = {
+        name: tuple(v.shape)
+        for name, v in empty_model(LT2Config.from_spec(spec)).state_dict().items()
+    }
     assert {family.rename(name): shape for name, shape in published.items()} == expected
     assert {family.publish(name) for name in expected} == set(published)
-    assert count_parameters(spec) == 1_434_652_673
+    assert count_parameters(LT2Config.from_spec(spec)) == 1_434_652_673
 
 
 def test_published_2_6b_size() -> None:
@@ -91,7 +94,7 @@ def test_published_2_6b_size() -> None:
         "layer_types": ["full_attention"] * 48,
     }
     assert len(ouro_oracle.shapes(config)) == 533
-    assert count_parameters(ouro.read_ouro(config)) == 2_667_974_657
+    assert count_parameters(LT2Config.from_spec(ouro.read_ouro(config))) == 2_667_974_657
 
 
 def test_published_config_round_trip() -> None:

@@ -1,0 +1,224 @@
+"""What a run will take, before it starts: tokens, memory, disk, time, what selecting costs.
+
+Estimates. Parameters and cache sizes are exact; memory counts what stays in memory (weights,
+gradients, optimiser, activations kept for the backward pass) and allows for the rest; time is
+arithmetic over a measured speed, and an upper bound where a stage may stop early.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ltconvert.convert.inspect import ModelFacts
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.distill.planning.disk import peak_disk, stage_disk
+from ltconvert.distill.planning.machine import Machine, free_disk, measure
+from ltconvert.distill.planning.memory import Parts, stage_memory
+from ltconvert.distill.planning.models import Models, models_of
+from ltconvert.distill.planning.remedies import remedy
+from ltconvert.distill.planning.work import Work, selection_cost, stage_work
+from ltconvert.distill.selection.result import Cost
+from ltconvert.errors import UserError
+from ltconvert.recipes.schema import Recipe
+
+STAGES = ("align", "select", "logits", "longctx")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One row.
+
+    Attributes:
+        memory: peak by part, bytes; see ``planning.memory``.
+        disk_bytes: what the stage writes at its fullest.
+    """
+
+    stage: str
+    tokens: int
+    steps: int
+    trained_parameters: int
+    memory: Parts
+    disk_bytes: int
+    flops: float
+    hours: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory at the stage's peak."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole run.
+
+    Attributes:
+        keep: layers that stay full.
+        selection: cost of selecting if nothing settles early; None when the stage does not run.
+        disk_bytes: the run folder at its fullest.
+    """
+
+    recipe: str
+    device: str
+    precision: str
+    machine: Machine
+    keep: int
+    teacher: ModelFacts
+    student: ModelFacts
+    rows: tuple[StagePlan, ...]
+    selection: Cost | None
+    disk_bytes: int
+    free_disk_bytes: int | None
+
+    @property
+    def hours(self) -> float:
+        """All stages."""
+        return sum(row.hours for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for ``--json``."""
+        plain = asdict(self)
+        for row, own in zip(plain["rows"], self.rows, strict=True):
+            row["peak_bytes"] = own.peak_bytes
+        for name in ("teacher", "student"):
+            plain[name] = getattr(self, name).to_dict()
+        return plain | {"hours": self.hours}
+
+
+def plan(
+    recipe: Recipe,
+    spec: TeacherSpec,
+    device: torch.device | str,
+    precision: str,
+    *,
+    run_dir: Path | None = None,
+    tokens_per_second: float | None = None,
+    machine: Machine | None = None,
+    check: bool = True,
+) -> Plan:
+    """Plan a recipe on a teacher.
+
+    Args:
+        precision: ``fp32`` or ``bf16``.
+        run_dir: where the run will be written; its disk is looked at.
+        tokens_per_second: of the stage `logits` on this device, where known; otherwise the speed
+            of a matrix product is measured.
+        machine: facts of the device instead of a look at it.
+        check: refuse what cannot fit.
+
+    Raises:
+        UserError: the run cannot fit, or the recipe does not fit the teacher.
+    """
+    device = torch.device(device)
+    machine = machine or measure(device, precision)
+    models = models_of(recipe, spec)
+    stages = stages_of(recipe)
+    scale = _speed(recipe, models, machine, device.type, tokens_per_second)
+    made = Plan(
+        recipe=recipe.name,
+        device=str(device),
+        precision=precision,
+        machine=machine,
+        keep=models.keep,
+        teacher=models.teacher,
+        student=models.hybrid,
+        rows=tuple(
+            _row(stage, recipe, models, precision, machine, device.type, scale) for stage in stages
+        ),
+        selection=selection_cost(recipe, models) if "select" in stages else None,
+        disk_bytes=peak_disk(stages, recipe, models),
+        free_disk_bytes=None if run_dir is None else free_disk(run_dir),
+    )
+    if check:
+        refuse_what_cannot_fit(made, recipe, models)
+    return made
+
+
+def stages_of(recipe: Recipe) -> list[str]:
+    """Stages that the recipe runs, in order; a student with nothing converted is not aligned."""
+    converts = recipe.student.mixer != "full"
+    wanted = [stage for stage in STAGES if getattr(recipe, stage).enabled]
+    return [stage for stage in wanted if converts or stage not in ("align", "select")]
+
+
+def refuse_what_cannot_fit(made: Plan, recipe: Recipe, models: Models) -> None:
+    """Compare the plan with what there is.
+
+    Raises:
+        UserError: names the stage, what it needs, what there is, and the setting that would help.
+    """
+    free = made.machine.free_bytes
+    for row in made.rows:
+        if row.peak_bytes <= free:
+            continue
+
+        def fits(changed: Recipe, stage: str = row.stage) -> bool:
+            return sum(stage_memory(stage, changed, models, made.precision).values()) <= free
+
+        words = remedy(row.stage, recipe, fits)
+        largest = max(row.memory, key=lambda name: row.memory[name])
+        helps = (
+            f"it fits with {words}"
+            if words
+            else f"no setting of the stage is enough (most of it is {largest}): "
+            "choose a smaller teacher or a device with more memory"
+        )
+        raise UserError(
+            f"stage {row.stage} needs about {gib(row.peak_bytes)}, "
+            f"{made.device} has {gib(free)} free; {helps}"
+        )
+    if made.free_disk_bytes is not None and made.disk_bytes > made.free_disk_bytes:
+        raise UserError(
+            f"the run writes up to {gib(made.disk_bytes)}, its disk has "
+            f"{gib(made.free_disk_bytes)} free; choose an --out folder on a larger disk"
+        )
+
+
+def gib(size: float) -> str:
+    """Bytes as `1.5 GiB`, or `12 MiB` below a tenth of that."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.0f} MiB"
+
+
+def _row(
+    stage: str,
+    recipe: Recipe,
+    models: Models,
+    precision: str,
+    machine: Machine,
+    device_type: str,
+    scale: float,
+) -> StagePlan:
+    work = stage_work(stage, recipe, models)
+    trained = {"align": models.mixer_parameters, "select": 0}.get(stage, models.hybrid.parameters)
+    if stage == "select" and recipe.select.method == "kl" and work.steps:
+        trained = models.linear.parameters
+    return StagePlan(
+        stage=stage,
+        tokens=work.tokens,
+        steps=work.steps,
+        trained_parameters=trained,
+        memory=stage_memory(stage, recipe, models, precision),
+        disk_bytes=stage_disk(stage, recipe, models),
+        flops=work.flops,
+        hours=scale * work.seconds(machine, device_type) / 3600,
+    )
+
+
+def _speed(
+    recipe: Recipe,
+    models: Models,
+    machine: Machine,
+    device_type: str,
+    tokens_per_second: float | None,
+) -> float:
+    """Factor on all times, 1 unless the speed of the stage `logits` is given."""
+    if tokens_per_second is None:
+        return 1.0
+    if tokens_per_second <= 0:
+        raise UserError(f"tokens per second is {tokens_per_second}; expected a number above 0")
+    logits: Work = stage_work("logits", recipe, models)
+    return logits.tokens / tokens_per_second / logits.seconds(machine, device_type)

@@ -1,0 +1,73 @@
+"""A plan as a person sees it."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ltconvert.convert.inspect import ModelFacts
+from ltconvert.distill.plan import Plan, StagePlan, gib
+from ltconvert.distill.progress import short_number, short_time
+
+_PARTS = ("teacher", "student", "gradients", "optimiser", "activations", "logits")
+
+
+def render_plan(plan: Plan) -> RenderableType:
+    """The table a stage, then the models, the caches, the cost of selecting, and what is free."""
+    return Group(_table(plan), *(Text(line) for line in summary_lines(plan)))
+
+
+def summary_lines(plan: Plan) -> list[str]:
+    """What stands below the table, as plain lines."""
+    layers = len(plan.student.layers)
+    lines = [
+        f"Teacher: {_model(plan.teacher)}",
+        f"Student: {_model(plan.student)}, {plan.keep} of {layers} layers full",
+    ]
+    if plan.selection is not None and plan.selection.forwards:
+        cost = plan.selection
+        text = f"Selecting: at most {cost.forwards:,.0f} forward passes of a batch"
+        if cost.trained_tokens:
+            text += f" and {short_number(cost.trained_tokens)} tokens of training"
+        lines.append(f"{text}, less when the choice settles early")
+    peak = max((row.peak_bytes for row in plan.rows), default=0)
+    lines.append(
+        f"Memory: {gib(peak)} of {gib(plan.machine.free_bytes)} free on {plan.device} "
+        f"({plan.machine.name}), {plan.precision}"
+    )
+    free = f" of {gib(plan.free_disk_bytes)} free" if plan.free_disk_bytes is not None else ""
+    lines.append(f"Disk: {gib(plan.disk_bytes)}{free}")
+    lines.append(f"Time: about {short_time(plan.hours * 3600)}, evaluation not counted")
+    return lines
+
+
+def _model(model: ModelFacts) -> str:
+    loops = f" in {model.loops} loops" if model.loops > 1 else ""
+    cache = f"{model.cache_bytes_per_token / 1024:,.1f} KiB of cache a token"
+    if model.constant_bytes:
+        cache += f" and {gib(model.constant_bytes)} whatever the context"
+    return f"{short_number(model.parameters)} parameters{loops}, {cache}"
+
+
+def _table(plan: Plan) -> Table:
+    table = Table(title=f"Plan of {plan.recipe}")
+    table.add_column("stage")
+    for name in ("tokens", "steps", "trained", *_PARTS, "peak", "disk", "time"):
+        table.add_column(name, justify="right")
+    for row in plan.rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: StagePlan) -> list[str]:
+    return [
+        row.stage,
+        short_number(row.tokens),
+        f"{row.steps:,}" if row.steps else "-",
+        short_number(row.trained_parameters) if row.trained_parameters else "-",
+        *(gib(row.memory[part]) if row.memory[part] else "-" for part in _PARTS),
+        gib(row.peak_bytes),
+        gib(row.disk_bytes),
+        short_time(row.hours * 3600),
+    ]

@@ -1,0 +1,157 @@
+"""Arithmetic of each stage, and the time it takes on a device.
+
+A forward pass multiplies and adds twice a weight and visit, and attention ``4 * heads * head_dim``
+times for each token that a query sees; a backward pass costs two forwards of what it passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ltconvert.convert.inspect import ModelFacts
+from ltconvert.convert.students.lt2 import LT2Config
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.distill.optim import plan_steps
+from ltconvert.distill.planning.machine import Machine
+from ltconvert.distill.planning.models import Models
+from ltconvert.distill.selection.cost import batch_shape, most_cost
+from ltconvert.distill.selection.kl_trained import short_settings
+from ltconvert.distill.selection.result import Cost
+from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe
+
+# Share of a large matrix product's speed that a model reaches; recurrences, norms and small
+# products take the rest. From the runs in benchmarks/results.
+EFFICIENCY = {"cpu": 0.4, "cuda": 0.35}
+# AdamW reads weight, gradient and two moments and writes three of them back; clipping reads the
+# gradient once more.
+OPTIMISER_BYTES = 32
+_CHUNK = 64  # tokens of a chunk of the delta rule
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a stage computes.
+
+    Attributes:
+        tokens: data tokens, over all passes.
+        steps: optimiser steps.
+        flops: multiplications and additions.
+        optimiser_bytes: memory traffic of all optimiser steps.
+    """
+
+    tokens: int
+    steps: int
+    flops: float
+    optimiser_bytes: float = 0.0
+
+    def seconds(self, machine: Machine, device_type: str) -> float:
+        """Time on a device."""
+        rate = machine.flops * EFFICIENCY.get(device_type, EFFICIENCY["cuda"])
+        return self.flops / rate + self.optimiser_bytes / machine.bytes_per_second
+
+
+def stage_work(stage: str, recipe: Recipe, models: Models) -> Work:
+    """What one stage computes at most."""
+    if stage == "align":
+        return _align(recipe.align, models)
+    if stage == "select":
+        return _select(recipe, models)
+    return _train(getattr(recipe, stage), models)
+
+
+def _align(settings: AlignSettings, models: Models) -> Work:
+    plan, layers = plan_steps(settings), models.converted
+    at_once = settings.layers_at_once or max(len(layers), 1)
+    passes = -(-len(layers) // at_once)
+    length = settings.seq_len_tokens
+    teacher = forward_flops(models.teacher, models.spec, length, head=False)
+    mixers = sum(
+        x.visits * _mixer_flops(models.linear, models.spec, x.layer, length) for x in layers
+    )
+    tokens = plan.steps * plan.step_tokens
+    return Work(
+        tokens * passes,
+        plan.steps * passes,
+        tokens * (passes * teacher + 3 * mixers),
+        plan.steps * models.mixer_parameters * OPTIMISER_BYTES,
+    )
+
+
+def _train(settings: LogitsSettings, models: Models) -> Work:
+    plan, length = plan_steps(settings), settings.seq_len_tokens
+    teacher = forward_flops(models.teacher, models.spec, length)
+    student = forward_flops(models.hybrid, models.spec, length)
+    passes = 4 if settings.gradient_checkpointing else 3
+    tokens = plan.steps * plan.step_tokens
+    return Work(
+        tokens,
+        plan.steps,
+        tokens * (teacher + passes * student),
+        plan.steps * models.hybrid.parameters * OPTIMISER_BYTES,
+    )
+
+
+def selection_cost(recipe: Recipe, models: Models) -> Cost:
+    """What selecting costs if nothing settles early."""
+    spec, student = models.spec, recipe.student
+    config = LT2Config.from_spec(
+        spec,
+        loops=student.loops,
+        prelude_layers=student.prelude_layers,
+        coda_layers=student.coda_layers,
+    )
+    return most_cost(recipe.select, config.schedule(), models.keep)
+
+
+def _select(recipe: Recipe, models: Models) -> Work:
+    cost, length = selection_cost(recipe, models), recipe.select.seq_len_tokens
+    # Scored passes are of either model, with or without one layer changed.
+    body = max(
+        forward_flops(x, models.spec, length, head=False) for x in (models.teacher, models.linear)
+    )
+    rows, _ = batch_shape(recipe.select)
+    scored = _scored_tokens(recipe, models, cost, rows * length)
+    flops = cost.forward_tokens * body + 2 * scored * _head_flops(models.spec)
+    if not cost.trained_tokens:
+        return Work(cost.tokens, 0, flops)
+    settings, steps = short_settings(recipe.logits, recipe.select)
+    one = _train(settings, models)
+    share = steps / (steps + 1)  # its budget holds one step that is not trained
+    layers = models.spec.num_layers
+    return Work(
+        cost.tokens + cost.trained_tokens,
+        steps * layers,
+        flops + one.flops * share * layers,
+        one.optimiser_bytes * share * layers,
+    )
+
+
+def _scored_tokens(recipe: Recipe, models: Models, cost: Cost, batch_tokens: int) -> float:
+    """Tokens whose KL is computed, over all changed models; recall scores a few answers only."""
+    if recipe.select.method == "recall" or not cost.tokens:
+        return 0.0
+    directions = 2 if (recipe.select.method, recipe.select.direction) == ("kl-fast", "both") else 1
+    return float(cost.tokens * (directions * models.spec.num_layers + 1))
+
+
+def forward_flops(model: ModelFacts, spec: TeacherSpec, length: int, *, head: bool = True) -> float:
+    """A forward pass of one token in rows of ``length`` tokens."""
+    total = 0.0
+    for layer in model.layers:
+        mlp = 2 * (layer.parameters - layer.mixer_parameters)
+        total += layer.visits * (mlp + _mixer_flops(model, spec, layer.layer, length))
+    return total + (_head_flops(spec) if head else 0.0)
+
+
+def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) -> float:
+    facts = model.layers[layer]
+    width = spec.num_attention_heads * spec.head_dim
+    if facts.mixer == "gdn":
+        # Within a chunk five products with its tokens, across chunks three with the state.
+        return 2 * facts.mixer_parameters + width * (5 * _CHUNK + 6 * spec.head_dim)
+    seen = length / 2 if facts.window is None else min(length / 2, facts.window)
+    return 2 * facts.mixer_parameters + 4 * width * seen
+
+
+def _head_flops(spec: TeacherSpec) -> float:
+    return 2.0 * spec.vocab_size * spec.hidden_size

@@ -1,0 +1,299 @@
+"""The plan: sizes against real models, activations against autograd, refusals, forms."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_model, tiny_spec, tokens
+from rich.console import Console
+
+from ltconvert.convert.inspect import model_facts
+from ltconvert.convert.students.lt2 import LT2Config
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.convert.transfer import build_student
+from ltconvert.distill.align import AlignObjective
+from ltconvert.distill.logits import LogitsObjective
+from ltconvert.distill.plan import Plan, plan
+from ltconvert.distill.planning.machine import Machine, free_disk, free_memory, measure
+from ltconvert.distill.planning.memory import saved_bytes, stage_memory
+from ltconvert.distill.planning.models import models_of
+from ltconvert.distill.planning.render import render_plan, summary_lines
+from ltconvert.distill.planning.work import forward_flops
+from ltconvert.errors import UserError
+from ltconvert.recipes.schema import Recipe
+
+GIB = 1 << 30
+MACHINE = Machine("test", 64 * GIB, flops=1e12, bytes_per_second=1e10)
+
+
+def recipe(**sections: Any) -> Recipe:
+    """The defaults with some sections changed."""
+    return Recipe.model_validate({"name": "test"} | sections)
+
+
+def deep(**changes: Any) -> TeacherSpec:
+    """Eight layers."""
+    shape = {"num_layers": 8, "layer_rope": ("default",) * 8, "layer_windows": (None,) * 8}
+    return tiny_spec(**shape | changes)
+
+
+def make(spec: TeacherSpec | None = None, machine: Machine = MACHINE, **options: Any) -> Plan:
+    """A plan on the CPU."""
+    sections = options.pop("sections", {})
+    return plan(recipe(**sections), spec or deep(), "cpu", "fp32", machine=machine, **options)
+
+
+def test_a_row_a_stage_with_its_tokens_and_steps() -> None:
+    made = make(sections={"logits": {"budget_tokens": 1_000_000, "batch_tokens": 8192}})
+    rows = {row.stage: row for row in made.rows}
+    assert list(rows) == ["align", "select", "logits", "longctx"]
+    assert rows["logits"].steps == 123  # 1 000 000 / 8192, rounded up
+    assert rows["logits"].tokens == 123 * 8192
+    assert rows["align"].tokens >= 100_000_000
+    assert made.hours == pytest.approx(sum(row.hours for row in made.rows))
+
+
+def test_disabled_stages_and_a_student_without_conversion_are_left_out() -> None:
+    made = make(sections={"select": {"enabled": False}, "longctx": {"enabled": False}})
+    assert [row.stage for row in made.rows] == ["align", "logits"]
+    assert made.selection is None
+    full = make(sections={"student": {"mixer": "full"}})
+    assert [row.stage for row in full.rows] == ["logits", "longctx"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "ouro"])
+def test_trained_parameters_are_those_of_the_objectives(family: str) -> None:
+    spec = tiny_spec(family)
+    made = make(spec, sections={"student": {"full_layers": [1]}})
+    teacher = tiny_model(spec).requires_grad_(False)
+    student = build_student(teacher, ["gdn", "full", "gdn"], share=True)
+
+    def trained(objective: Any) -> int:
+        return sum(p.numel() for group in objective.parameter_groups() for p in group["params"])
+
+    rows = {row.stage: row.trained_parameters for row in made.rows}
+    assert rows["align"] == trained(AlignObjective(teacher, student, [0, 2], lr=1e-3))
+    whole = build_student(teacher, ["gdn", "full", "gdn"])
+    gate = sum(p.numel() for n, p in whole.named_parameters() if "exit_gate" in n)
+    assert rows["logits"] == trained(LogitsObjective(teacher, whole, recipe().logits)) + gate
+
+
+def test_weights_gradients_and_optimiser_add_up() -> None:
+    spec, chosen = deep(), recipe(student={"full_layers": 2})
+    models = models_of(chosen, spec)
+    teacher, student = tiny_model(spec), models.hybrid.parameters
+    parts = stage_memory("logits", chosen, models, "fp32")
+    assert parts["teacher"] == 4 * sum(p.numel() for p in teacher.parameters())
+    assert parts["gradients"] == 4 * student
+    assert parts["optimiser"] == 8 * student
+    aligned = stage_memory("align", chosen, models, "fp32")
+    assert aligned["optimiser"] == 2 * aligned["gradients"] == 8 * models.mixer_parameters
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mixer", ["full", "gdn"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "ouro"])
+def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, precision: str) -> None:
+    """The growth of saved memory with one more layer and with more tokens."""
+
+    def kept(num_layers: int, length: int) -> int:
+        spec = shape(family, num_layers)
+        model = tiny_model(spec, [mixer] * num_layers)
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        found: dict[int, torch.Tensor] = {}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = x  # held, so that the address is not used again
+            return x
+
+        bf16 = precision == "bf16"
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            state = model.model(tokens(1, length)).last_hidden_state
+        assert state.requires_grad
+        return sum(x.untyped_storage().nbytes() for x in found.values())
+
+    grown = (kept(2, 128) - kept(1, 128)) - (kept(2, 64) - kept(1, 64))
+    layer = model_facts(LT2Config.from_spec(shape(family, 1), [mixer])).layers[0]
+    assert saved_bytes(shape(family, 1), layer, precision) == pytest.approx(grown / 64, rel=0.25)
+
+
+def shape(family: str, num_layers: int) -> TeacherSpec:
+    """One loop, proportions of a real model."""
+    return tiny_spec(
+        family,
+        hidden_size=64,
+        intermediate_size=176,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_layers=num_layers,
+        num_loops=1,
+        layer_rope=("default",) * num_layers,
+        layer_windows=(None,) * num_layers,
+    )
+
+
+def test_checkpointing_short_rows_and_few_layers_at_once_need_less() -> None:
+    spec = deep()
+
+    def peak(stage: str, **settings: Any) -> int:
+        chosen = recipe(**{stage: settings})
+        return sum(stage_memory(stage, chosen, models_of(chosen, spec), "fp32").values())
+
+    assert peak("logits", gradient_checkpointing=True) < peak("logits")
+    assert peak("logits", seq_len_tokens=512) < peak("logits")
+    assert peak("align", layers_at_once=1) < peak("align")
+    assert peak("align", micro_batch_rows=8) > peak("align")
+
+
+def test_align_stays_below_one_and_a_half_teachers_for_a_large_one() -> None:
+    """With few layers at once; a teacher of 1.4 billion parameters."""
+    spec = deep(
+        vocab_size=49152,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=128,
+        num_layers=24,
+        layer_rope=("default",) * 24,
+        layer_windows=(None,) * 24,
+    )
+    chosen = recipe(align={"layers_at_once": 2})
+    parts = stage_memory("align", chosen, models_of(chosen, spec), "fp32")
+    # On a GPU the mixers that wait are in the host's memory.
+    assert sum(parts.values()) - parts["student"] < 1.5 * parts["teacher"]
+
+
+def test_flops_of_a_dense_model_are_two_a_weight_and_token() -> None:
+    spec = tiny_spec()
+    facts = model_facts(LT2Config.from_spec(spec))
+    weights = facts.parameters - facts.embedding_parameters + spec.vocab_size * spec.hidden_size
+    without_attention = forward_flops(facts, spec, 0)
+    assert without_attention == pytest.approx(2 * weights, rel=0.01)
+    width = spec.num_attention_heads * spec.head_dim
+    attention = forward_flops(facts, spec, 1000) - without_attention
+    assert attention == pytest.approx(3 * 4 * width * 500)
+
+
+def test_loops_multiply_the_work() -> None:
+    once, four = (make(tiny_spec("ouro", num_loops=loops)).rows for loops in (1, 4))
+    assert four[2].flops / once[2].flops == pytest.approx(4, rel=0.2)
+
+
+def test_hours_follow_a_given_speed() -> None:
+    made = make(tokens_per_second=1000.0)
+    logits = next(row for row in made.rows if row.stage == "logits")
+    assert logits.hours == pytest.approx(logits.tokens / 1000 / 3600)
+    assert make(tokens_per_second=500.0).hours == pytest.approx(2 * made.hours)
+    with pytest.raises(UserError, match="expected a number above 0"):
+        make(tokens_per_second=0.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "forwards"),
+    [
+        ("kl-fast", 2 * 4.5 + 2),  # 8 layers: N/2 + 1/2 each way, and one pass of each model
+        ("kl-greedy", 2 * (4.5 + 2)),
+        ("recall", 4.5 + 1),
+    ],
+)
+def test_selection_cost_is_told(method: str, forwards: float) -> None:
+    made = make(sections={"select": {"method": method, "recall_examples": 8}})
+    assert made.keep == 2
+    assert made.selection is not None
+    batches = {"recall": 8}.get(method, 16)
+    assert made.selection.forwards == pytest.approx(batches * forwards)
+    trained = make(sections={"select": {"method": "kl", "train_tokens": 1_000_000}}).selection
+    assert trained is not None
+    assert trained.trained_tokens == 8_000_000
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        ("logits", {"micro_batch_rows": 8}),
+        ("align", {"micro_batch_rows": 4}),
+        ("longctx", {}),
+        ("select", {"seq_len_tokens": 8192}),
+        ("select", {"eval_tokens": 65_536}),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_setting_that_makes_it_fit(
+    stage: str, settings: dict[str, Any]
+) -> None:
+    off = {name: {"enabled": False} for name in ("align", "select", "logits", "longctx")}
+    sections = off | {stage: settings}
+    needed = make(sections=sections).rows[0].peak_bytes
+    small = Machine("small", needed - 1, 1e12, 1e10)
+    with pytest.raises(UserError) as caught:
+        make(machine=small, sections=sections)
+    message = str(caught.value)
+    assert message.startswith(f"stage {stage} needs about")
+    assert "\n" not in message
+    words = [word for word in message.split() if "=" in word]
+    assert words
+    for word in words:  # what it names does make it fit
+        (section, name), value = word.split("=")[0].split("."), json.loads(word.split("=")[1])
+        sections[section] = sections[section] | {name: value}
+    assert make(machine=small, sections=sections).rows[0].peak_bytes <= small.free_bytes
+
+
+def test_where_no_setting_helps_it_says_what_takes_the_memory() -> None:
+    tiny = Machine("tiny", 1 << 20, 1e12, 1e10)
+    with pytest.raises(UserError, match=r"no setting .* is enough \(most of it is \w+\)"):
+        make(machine=tiny)
+    assert make(machine=tiny, check=False).rows
+
+
+def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "runs" / "new"
+    made = make(run_dir=folder)
+    assert made.free_disk_bytes is not None
+    assert not folder.exists()
+    monkeypatch.setattr("ltconvert.distill.plan.free_disk", lambda _: made.disk_bytes - 1)
+    with pytest.raises(UserError, match="choose an --out folder on a larger disk"):
+        make(run_dir=folder)
+
+
+def test_plain_form_is_json_and_complete() -> None:
+    made = make()
+    document = json.loads(json.dumps(made.to_dict()))
+    assert [row["stage"] for row in document["rows"]] == [row.stage for row in made.rows]
+    assert document["rows"][2]["peak_bytes"] == sum(document["rows"][2]["memory"].values())
+    assert (
+        document["student"]["cache_bytes_per_token"] < document["teacher"]["cache_bytes_per_token"]
+    )
+
+
+def test_table_shows_every_stage_and_what_is_free() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    made = make()
+    console.print(render_plan(made))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("align", "select", "logits", "longctx", "peak", "64.0 GiB free", "2 of 8 layers"):
+        assert words in text
+    assert len(summary_lines(made)) == 6
+
+
+def test_a_recipe_that_does_not_fit_the_teacher_is_refused() -> None:
+    with pytest.raises(UserError, match="8 physical layers"):
+        make(sections={"student": {"full_layers": 9}})
+    with pytest.raises(ValueError, match="loops"):
+        make(sections={"student": {"loops": 2}})
+
+
+def test_this_machine_can_be_measured(tmp_path: Path) -> None:
+    machine = measure("cpu", "fp32")
+    assert machine.free_bytes == pytest.approx(free_memory(), rel=0.5)
+    assert machine.flops > 1e8
+    assert machine.bytes_per_second > 1e8
+    assert free_disk(tmp_path / "a" / "b") > 0
