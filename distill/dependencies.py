@@ -37,7 +37,9 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def first_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+def first_difference(
+    then: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[str, Any, Any] | None:
     """The first field that differs, as (dotted name, value then, value now), or None."""
     # Through JSON, so that a tuple and the list it was stored as are equal.
     before, after = (flatten(json.loads(json.dumps(x))) for x in (then, now))
@@ -73,7 +75,12 @@ def check_owner(run_dir: Path, recipe: Recipe, teacher: Teacher, precision: str)
     """
     path = run_dir / RUN_FILE
     digest = teacher.digest
-    now = {"teacher": teacher.name, "teacher digest": digest, "recipe": recipe.name, "precision": precision}
+    now = {
+        "teacher": teacher.name,
+        "teacher digest": digest,
+        "recipe": recipe.name,
+        "precision": precision,
+    }
     then = _read_owner(path)
     if then is None:
         if is_main_process():
@@ -84,7 +91,8 @@ def check_owner(run_dir: Path, recipe: Recipe, teacher: Teacher, precision: str)
     if difference is not None:
         name, before, after = difference
         raise UserError(
-            f"{run_dir} holds a run with {name} {before}, this call asks for {after}: choose another output folder"
+            f"{run_dir} holds a run with {name} {before}, this call asks for {after}: "
+            "choose another output folder"
         )
 
 

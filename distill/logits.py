@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ltconvert.convert.students.lt2 import LT2ForCausalLM, LT2Output
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
 from ltconvert.distill.stage import StageInputs, StageResult
@@ -63,22 +63,22 @@ class LogitsObjective:
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
     ) -> dict[str, Tensor]:
-        """One forward of each model, one backward; metrics ``loss``, ``kl`` and ``ce`` in nats a token."""
+        """One forward of each model, one backward; ``loss``, ``kl``, ``ce`` in nats a token."""
         with torch.no_grad():
             teacher = _hidden(self.teacher, batch)
         student = _hidden(self.module, batch)
-        last = self._compare(student.last_hidden_state, teacher.last_hidden_state, batch)
+        last = self._compare(student.last_BTC, teacher.last_BTC, batch)
         loss = last.loss
         if progress < self.settings.loop_warmup_share:
             loss = loss + self._earlier_loops(student, teacher, batch)
         backward(loss)
         return {"loss": loss.detach(), "kl": last.kl, "ce": last.ce}
 
-    def _earlier_loops(self, student: LT2Output, teacher: LT2Output, batch: Batch) -> Tensor | float:
+    def _earlier_loops(self, student: Hidden, teacher: Hidden, batch: Batch) -> Tensor | float:
         """Sum of the KL of all loops but the last; nothing where the two loop differently."""
-        pairs = list(zip(student.loop_states[:-1], teacher.loop_states[:-1], strict=False))
-        if len(student.loop_states) != len(teacher.loop_states):
+        if len(student.loops_BTC) != len(teacher.loops_BTC):
             return 0.0
+        pairs = zip(student.loops_BTC[:-1], teacher.loops_BTC[:-1], strict=True)
         return sum((self._compare(s, t, batch, ce=False).loss for s, t in pairs), start=0.0)
 
     def _compare(
@@ -105,15 +105,23 @@ class LogitsObjective:
         )
 
 
-def _hidden(model: LT2ForCausalLM, batch: Batch) -> LT2Output:
-    """Final and per-loop hidden states of a packed batch."""
+class Hidden(NamedTuple):
+    """What the head reads, and the same after every loop."""
+
+    last_BTC: Tensor
+    loops_BTC: tuple[Tensor, ...]
+
+
+def _hidden(model: LT2ForCausalLM, batch: Batch) -> Hidden:
+    """Hidden states of a packed batch."""
     padded = not bool(batch.keep_BT.all())
-    return model.model(
+    output = model.model(
         batch.input_ids_BT,
         attention_mask=batch.keep_BT if padded else None,
         segment_ids=batch.segment_ids_BT,
         use_cache=False,
     )
+    return Hidden(output.last_hidden_state, output.loop_states)
 
 
 def frozen_copy(model: LT2ForCausalLM, dtype: torch.dtype) -> LT2ForCausalLM:

@@ -12,13 +12,12 @@ from ltconvert.distill.data import Batch
 
 
 class Objective(Protocol):
-    """What a stage trains.
+    """What a stage trains."""
 
-    Attributes:
-        module: its parameters with `requires_grad` are trained and checkpointed.
-    """
-
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module:
+        """Its parameters with `requires_grad` are trained and checkpointed."""
+        ...
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Groups {"params", "lr" (peak), "name"}, all parameters that are trained."""

@@ -5,16 +5,12 @@ A run folder::
     run.json               whose run this is: teacher, recipe, precision
     recipe.resolved.yaml   every setting, defaults written out
     metrics.jsonl          one line a logged step
-    stages/<stage>/        stage.json, while it trains checkpoint/, then student/ or selection.json
+    stages/<stage>/        stage.json; checkpoint/ while it trains; student/ or selection.json
     student/               the result, with provenance.json
-
-What stays when all is done: ``student/`` and the aligned student (selection can be repeated from
-it). Checkpoints go when their stage has finished, a later stage's student when the next one has.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,11 +20,11 @@ from typing import Any
 import torch
 
 from ltconvert import recipes
-from ltconvert.convert.checkpoint import load_student, read_provenance, save_student
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
 from ltconvert.convert.transfer import build_student, restore_full, student_options
 from ltconvert.distill import align, logits, longctx, select, summary
+from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch, heldout_batches
 from ltconvert.distill.dependencies import (
     chain,
@@ -47,11 +43,11 @@ from ltconvert.distill.records import (
     versions,
     wait_for_everyone,
 )
-from ltconvert.distill.resume import CHECKPOINT
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.selection.ranking import count_full_layers
 from ltconvert.distill.selection.result import Selection
-from ltconvert.distill.stage import SELECTION_FILE, STUDENT_FOLDER, StageInputs, StageResult
+from ltconvert.distill.shelf import Shelf
+from ltconvert.distill.stage import SELECTION_FILE, StageInputs, StageResult
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import Recipe
 
@@ -62,7 +58,7 @@ STAGES: dict[str, Callable[[Any, StageInputs, Path], StageResult]] = {
     "longctx": longctx.run,
 }
 START = "start"
-EVAL_ROWS_TOKENS = 4096  # tokens of a forward pass while scoring
+SCORED_TOKENS = 4096  # tokens of a forward pass while scoring
 
 
 @dataclass
@@ -70,9 +66,10 @@ class PipelineResult:
     """What a run leaves.
 
     Attributes:
-        student: the final student, in eval mode on the run's device.
-        student_dir: where it is saved.
-        rows: one a stage: ``stage``, ``kl``, ``student_ppl``, ``teacher_ppl``, ``tokens``, ``minutes``.
+        student: the student after the last stage of the recipe, in eval mode, in fp32.
+        student_dir: where the run's result is saved.
+        rows: one a stage: ``stage``, ``kl``, ``student_ppl``, ``teacher_ppl``, ``agreement``,
+            ``tokens`` (trained on), ``minutes``.
         selection: physical layers that stayed full.
     """
 
@@ -89,17 +86,12 @@ class Pipeline:
 
     recipe: Recipe
     teacher: Teacher
-    run_dir: Path
+    shelf: Shelf
     log: RunLog
     device: torch.device
     precision: str
     records: dict[str, StageRecord] = field(default_factory=dict)
     _heldout: list[Batch] | None = None
-
-    @property
-    def num_layers(self) -> int:
-        """Physical layers of the teacher."""
-        return self.teacher.spec.num_layers
 
     @property
     def planned(self) -> list[str]:
@@ -108,35 +100,31 @@ class Pipeline:
         wanted = [name for name in STAGES if getattr(self.recipe, name).enabled]
         return [name for name in wanted if converts or name not in ("align", "select")]
 
-    def folder(self, stage: str) -> Path:
-        """Where a stage keeps its files."""
-        return self.run_dir / "stages" / stage
-
     def check(self) -> None:
         """Read all records; refuse before any work when one belongs to another run.
 
         Raises:
             UserError: names what differs.
         """
-        check_owner(self.run_dir, self.recipe, self.teacher, self.precision)
-        for stage, depends_on in chain(self.recipe, self.teacher, self.precision, self.planned).items():
-            record = read_record(self.folder(stage)) or StageRecord(stage, "new", depends_on)
-            check_same_run(self.run_dir, stage, record.depends_on, depends_on)
+        check_owner(self.shelf.run_dir, self.recipe, self.teacher, self.precision)
+        parts = chain(self.recipe, self.teacher, self.precision, self.planned)
+        for stage, depends_on in parts.items():
+            record = read_record(self.shelf.folder(stage)) or StageRecord(stage, "new", depends_on)
+            check_same_run(self.shelf.run_dir, stage, record.depends_on, depends_on)
             self.records[stage] = record
-        self._check_selection()
-
-    def _check_selection(self) -> None:
-        layers = self.recipe.student.full_layers
-        open_choice = 0 < count_full_layers(layers, self.num_layers) < self.num_layers
-        if open_choice and not isinstance(layers, list) and not self.recipe.select.enabled:
+        layers, num_layers = self.recipe.student.full_layers, self.teacher.spec.num_layers
+        settled = isinstance(layers, list) or self.recipe.student.mixer == "full"
+        if settled or self.recipe.select.enabled:
+            return
+        if 0 < count_full_layers(layers, num_layers) < num_layers:
             raise UserError(
-                f"student.full_layers = {layers} leaves the choice to the stage select, which is disabled: "
-                "list the layers (student.full_layers=[0,4]) or set select.enabled=true"
+                f"student.full_layers = {layers} leaves the choice to the stage select, which is "
+                "disabled: list the layers (student.full_layers=[0,4]) or set select.enabled=true"
             )
 
     def run(self) -> PipelineResult:
         """All stages that are not finished; then the student is saved and the table is shown."""
-        student = self._start()
+        student = None if self.records[START].finished else self._start()
         for stage in self.planned:
             if self.records[stage].finished:
                 self.log.say(f"{stage}: finished before, skipped")
@@ -144,36 +132,34 @@ class Pipeline:
             else:
                 student = self._run_stage(stage, student or self._student_before(stage))
         last = [START, *self.planned][-1]
-        student = self._save_final(last, student)
-        rows = self.rows()
+        student = student or self._student_after(last)
+        self._keep_final(last, student)
+        rows = [summary.row(record) for record in self.records.values()]
         summary.show(self.log, rows)
-        return PipelineResult(
-            student, self.run_dir / STUDENT_FOLDER, rows, self._kept_layers(student), self.precision
-        )
+        kept = [i for i in range(len(student.model.layers)) if not is_converted(student, i)]
+        return PipelineResult(student, self.shelf.final, rows, kept, self.precision)
 
-    def _start(self) -> LT2ForCausalLM | None:
+    def _start(self) -> LT2ForCausalLM:
         """Score the student as it comes from the teacher's weights."""
-        record = self.records[START]
-        if record.finished:
-            return None
         began = time.perf_counter()
         student = self._initial_student()
-        self._finish(record, student, {"tokens": 0, "seconds": 0.0}, began)
+        self._finish(self.records[START], student, {"tokens": 0, "seconds": 0.0}, began)
         return student
 
     def _initial_student(self) -> LT2ForCausalLM:
-        """Every layer converted but those that the recipe lists; tensors shared with the teacher."""
-        settings = self.recipe.student
+        """All layers converted but those that the recipe lists; tensors shared with the teacher."""
+        settings, teacher = self.recipe.student, self.teacher
         listed = settings.full_layers if isinstance(settings.full_layers, list) else []
-        mixers = ["full" if i in listed else settings.mixer for i in range(self.num_layers)]
-        options = student_options(self.teacher.spec, settings.model_dump())
+        mixers = ["full" if i in listed else settings.mixer for i in range(teacher.spec.num_layers)]
+        options = student_options(teacher.spec, settings.model_dump())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
-            student = build_student(self.teacher.model, mixers, options, share=True)
-        return student.to(self.device).eval().requires_grad_(False)
+            student = build_student(teacher.model, mixers, options, share=True)
+        return student.eval().requires_grad_(False)
 
     def _run_stage(self, stage: str, student: LT2ForCausalLM) -> LT2ForCausalLM:
-        record, folder = self.records[stage], self.folder(stage)
+        """One stage from ``student`` to the next one, saved and scored."""
+        record, folder = self.records[stage], self.shelf.folder(stage)
         record.status, record.versions = "running", versions()
         if is_main_process():
             record.write(folder)
@@ -184,7 +170,7 @@ class Pipeline:
             student=student,
             selection=self._selection(),
             tokenizer=self.teacher.tokenizer,
-            run_dir=self.run_dir,
+            run_dir=self.shelf.run_dir,
             log=self.log,
             precision=self.precision,
             device=self.device,
@@ -196,9 +182,11 @@ class Pipeline:
             student = self._hybrid(result.student)
         else:
             student = result.student.float().eval().requires_grad_(False)
-            self._save(student, folder / STUDENT_FOLDER, stage)
+            self.shelf.save(student, stage, self._provenance(stage))
         self._finish(record, student, result.facts, began)
-        self._clean(stage)
+        self.shelf.clear_checkpoints(stage)
+        if stage == "longctx":
+            self.shelf.drop(["logits"])
         return student
 
     def _finish(
@@ -206,17 +194,17 @@ class Pipeline:
     ) -> None:
         """Score the student on held-out text and mark the stage as finished."""
         teacher = self.teacher.model
-        record.scores = heldout_scores(teacher, student, self.heldout(), precision=self.precision)
+        record.scores = heldout_scores(teacher, student, self._rows(), precision=self.precision)
         record.scored_with = summary.scoring(self.recipe)
         record.facts = facts | {"wall_seconds": time.perf_counter() - began}
         record.status, record.versions = "finished", versions()
         if is_main_process():
-            record.write(self.folder(record.stage))
+            record.write(self.shelf.folder(record.stage))
         wait_for_everyone()
         before = [r for r in self.records.values() if r.finished and r is not record]
         self.log.say(summary.after_stage(record, before[-1] if before else None))
 
-    def heldout(self) -> list[Batch]:
+    def _rows(self) -> list[Batch]:
         """The fixed held-out rows, read once."""
         if self._heldout is None:
             length = self.recipe.eval.heldout_seq_len_tokens
@@ -225,34 +213,22 @@ class Pipeline:
                 self.teacher.tokenizer,
                 self.recipe.eval.heldout_tokens,
                 length,
-                max(1, EVAL_ROWS_TOKENS // length),
+                max(1, SCORED_TOKENS // length),
             )
         return self._heldout
 
     def _student_before(self, stage: str) -> LT2ForCausalLM:
         """The student that a stage starts from, from what is on disk."""
-        earlier = self.planned[: self.planned.index(stage)]
-        return self._student_after(earlier[-1] if earlier else START)
+        earlier = [START, *self.planned[: self.planned.index(stage)]]
+        return self._student_after(earlier[-1])
 
     def _student_after(self, stage: str) -> LT2ForCausalLM:
         """What a finished stage left."""
         if stage == START:
             return self._initial_student()
         if stage == "select":
-            return self._hybrid(self._student_before("select"))
-        folder = self._student_folder(stage)
-        return load_student(folder, dtype=torch.float32, device=self.device).requires_grad_(False)
-
-    def _student_folder(self, stage: str) -> Path:
-        own, final = self.folder(stage) / STUDENT_FOLDER, self.run_dir / STUDENT_FOLDER
-        if own.exists():
-            return own
-        if read_provenance(final).get("stage_hash") == fingerprint(self.records[stage].depends_on):
-            return final
-        raise UserError(
-            f"stage {stage} has finished, but its student is not in {own}; "
-            f"delete {self.folder(stage)} and those of later stages to run it again"
-        )
+            return self._hybrid(self._student_before(stage))
+        return self.shelf.load(stage, fingerprint(self.records[stage].depends_on))
 
     def _hybrid(self, student: LT2ForCausalLM) -> LT2ForCausalLM:
         """The teacher's attention back in the chosen layers."""
@@ -260,54 +236,28 @@ class Pipeline:
         return student.eval().requires_grad_(False)
 
     def _selection(self) -> list[int] | None:
-        path = self.folder("select") / SELECTION_FILE
+        path = self.shelf.folder("select") / SELECTION_FILE
         if "select" in self.planned:
             return Selection.load(path).chosen if path.exists() else None
         layers = self.recipe.student.full_layers
         return layers if isinstance(layers, list) else None
 
-    @staticmethod
-    def _kept_layers(student: LT2ForCausalLM) -> list[int]:
-        return [i for i, kind in enumerate(student.config.mixers) if kind == "full"]
-
-    def _save(self, student: LT2ForCausalLM, folder: Path, stage: str) -> None:
-        if is_main_process():
-            save_student(student, self.teacher.tokenizer, folder, self._provenance(stage))
-        wait_for_everyone()
-
-    def _save_final(self, last: str, student: LT2ForCausalLM | None) -> LT2ForCausalLM:
-        """Save the last stage's student as the run's result, unless it is there already."""
-        final = self.run_dir / STUDENT_FOLDER
-        wanted = fingerprint(self.records[last].depends_on)
-        if read_provenance(final).get("stage_hash") != wanted:
-            student = student or self._student_after(last)
-            self._save(student, final, last)
-        if is_main_process():
-            for stage in self.planned:
-                if stage != "align":
-                    shutil.rmtree(self.folder(stage) / STUDENT_FOLDER, ignore_errors=True)
-        return student or load_student(final, dtype=torch.float32, device=self.device)
-
-    def _clean(self, stage: str) -> None:
-        """Delete what nobody needs once a stage has finished."""
-        if not is_main_process():
-            return
-        for checkpoint in self.folder(stage).glob(f"**/{CHECKPOINT}*"):
-            shutil.rmtree(checkpoint, ignore_errors=True)
-        if stage == "longctx":
-            shutil.rmtree(self.folder("logits") / STUDENT_FOLDER, ignore_errors=True)
+    def _keep_final(self, last: str, student: LT2ForCausalLM) -> None:
+        """Save the result unless it is there, or that of a later stage of the same run is."""
+        names = [START, *STAGES]
+        later = [read_record(self.shelf.folder(name)) for name in names[names.index(last) + 1 :]]
+        hashes = {fingerprint(record.depends_on) for record in later if record and record.finished}
+        if self.shelf.final_hash() not in hashes | {fingerprint(self.records[last].depends_on)}:
+            self.shelf.save_final(student, self._provenance(last))
+        self.shelf.drop(self.planned)
 
     def _provenance(self, stage: str) -> dict[str, Any]:
-        teacher = self.teacher
+        teacher, recipe = self.teacher, self.recipe.model_dump(mode="json")
+        facts = {name: getattr(teacher, name) for name in ("name", "source", "revision", "digest")}
         return {
-            "teacher": {
-                "name": teacher.name,
-                "source": teacher.source,
-                "revision": teacher.revision,
-                "digest": teacher.digest,
-            },
-            "recipe": self.recipe.model_dump(mode="json"),
-            "recipe_hash": fingerprint(self.recipe.model_dump(mode="json")),
+            "teacher": facts,
+            "recipe": recipe,
+            "recipe_hash": fingerprint(recipe),
             "stage": stage,
             "stage_hash": fingerprint(self.records[stage].depends_on),
             "selection": self._selection(),
@@ -315,10 +265,6 @@ class Pipeline:
             "precision": self.precision,
             "versions": versions(),
         }
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The table's rows, stages that have finished."""
-        return [summary.row(record) for record in self.records.values() if record.finished]
 
 
 def run(
@@ -330,7 +276,7 @@ def run(
     device: torch.device | str | None = None,
     precision: str = "auto",
 ) -> PipelineResult:
-    """Convert a teacher by a recipe; the same call after a crash goes on where the last one stopped.
+    """Convert a teacher by a recipe; the same call after a crash goes on where it stopped.
 
     Args:
         teacher: on ``device``; its weights are left as they are.
@@ -345,13 +291,15 @@ def run(
     run_dir = Path(run_dir)
     device = torch.device(device) if device is not None else teacher.model.device
     if teacher.tokenizer is None:
-        raise UserError(f"teacher {teacher.name} comes without a tokenizer; text cannot be tokenised")
+        raise UserError(f"teacher {teacher.name} has no tokenizer; text cannot be tokenised")
     with clear_disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         if precision == "auto":
             precision = recorded_precision(run_dir) or pick_precision(device)[0]
-        pipeline = Pipeline(recipe, teacher, run_dir, log, device, precision)
+        shelf = Shelf(run_dir, teacher.tokenizer, device)
+        pipeline = Pipeline(recipe, teacher, shelf, log, device, precision)
         pipeline.check()
         if is_main_process():
-            (run_dir / "recipe.resolved.yaml").write_text(recipes.dump(recipe), encoding="utf-8")
+            resolved = run_dir / "recipe.resolved.yaml"
+            resolved.write_text(recipes.dump(recipe), encoding="utf-8")
         return pipeline.run()

@@ -42,6 +42,11 @@ def pick_precision(device: torch.device | str, requested: str = "auto") -> tuple
     return _measured(device)
 
 
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Matrix products in bf16 where `precision` says so, else everything as stored."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
 def _measured(device: torch.device) -> tuple[Precision, str]:
     fp32 = _matmul_seconds(device, torch.float32)
     bf16 = _matmul_seconds(device, torch.bfloat16, limit=4 * _REPEATS * fp32)

@@ -77,7 +77,9 @@ def read_record(stage_dir: Path) -> StageRecord | None:
     try:
         return StageRecord(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
-        raise UserError(f"{path} is damaged; delete the folder {stage_dir} to run this stage again") from None
+        raise UserError(
+            f"{path} is damaged; delete the folder {stage_dir} to run this stage again"
+        ) from None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -93,7 +95,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def versions() -> dict[str, str]:
     """Of what a result may depend on."""
     packages = ("ltconvert", "torch", "transformers")
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in packages}
+    return {"python": platform.python_version()} | {
+        name: metadata.version(name) for name in packages
+    }
 
 
 def is_main_process() -> bool:
@@ -123,8 +127,8 @@ def clear_disk_errors(run_dir: Path) -> Iterator[None]:
         if reason is None:
             raise
         raise UserError(
-            f"cannot write to {run_dir}: {reason}; free space or choose another folder, then repeat "
-            "the call: it continues from the last checkpoint"
+            f"cannot write to {run_dir}: {reason}; free space or choose another folder, then "
+            "repeat the call: it continues from the last checkpoint"
         ) from error
 
 

@@ -80,13 +80,13 @@ class RunLog:
     @contextmanager
     def steps(self, stage: str, total: int, done: int = 0) -> Iterator[StepLine]:
         """The line of a training run of `total` steps, of which `done` are done."""
-        with self._line() as (draw, seconds):
+        with self._line(keep=True) as (draw, seconds):
             yield StepLine(stage, total, done, draw, seconds)
 
     @contextmanager
     def bar(self, label: str, total: int, unit: str = "") -> Iterator[Bar]:
         """A progress bar for work that may take long: nothing is shown in the first two seconds."""
-        with self._line() as (draw, seconds):
+        with self._line(keep=False) as (draw, seconds):
             bar = Bar(label, total, unit, draw, seconds)
             yield bar
             bar.finish()
@@ -98,15 +98,19 @@ class RunLog:
             self._file = None
 
     @contextmanager
-    def _line(self) -> Iterator[tuple[Any, float]]:
-        """(function that shows a text, least seconds between two calls of it)."""
+    def _line(self, keep: bool) -> Iterator[tuple[Any, float]]:
+        """(function that shows a text, least seconds between two calls of it).
+
+        Args:
+            keep: the last text stays on the terminal.
+        """
         if not self._main:
             yield (lambda text: None), math.inf
             return
         if not self._console.is_terminal or self._live is not None:
             yield self.say, _PLAIN_SECONDS
             return
-        live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
+        live = Live(Text(""), console=self._console, auto_refresh=False, transient=not keep)
         self._live = live
         try:
             with live:

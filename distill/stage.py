@@ -83,7 +83,7 @@ class StageInputs:
 
 @dataclass
 class StageResult:
-    """What a stage leaves: the student, held-out scores, and facts (tokens, steps, seconds, ...)."""
+    """What a stage leaves: the student, scores if any, and facts (tokens, steps, seconds, ...)."""
 
     student: LT2ForCausalLM
     scores: dict[str, Any] = field(default_factory=dict)

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.records import StageRecord
+from ltconvert.distill.runlog import RunLog
 from ltconvert.recipes.schema import Recipe
 
 
@@ -22,18 +22,25 @@ def scoring(recipe: Recipe) -> dict[str, int]:
 
 def row(record: StageRecord) -> dict[str, Any]:
     """One stage: KL to the teacher (nats a token), perplexities, tokens trained on, minutes."""
-    scores = {name: record.scores.get(name) for name in ("kl", "student_ppl", "teacher_ppl", "agreement")}
-    # Training time counts what earlier, killed processes did; wall time holds loading and scoring too.
+    scores = {
+        name: record.scores.get(name) for name in ("kl", "student_ppl", "teacher_ppl", "agreement")
+    }
+    # Training time counts what killed processes did, wall time holds loading and scoring too.
     seconds = max(record.facts.get(name, 0.0) for name in ("wall_seconds", "seconds"))
-    return {"stage": record.stage} | scores | {"tokens": record.facts.get("tokens", 0), "minutes": seconds / 60}
+    return (
+        {"stage": record.stage}
+        | scores
+        | {"tokens": record.facts.get("tokens", 0), "minutes": seconds / 60}
+    )
 
 
 def after_stage(record: StageRecord, before: StageRecord | None) -> str:
     """One line for a stage that has just finished; it says so when the student got worse."""
     scores = record.scores
     text = (
-        f"{record.stage}: KL to the teacher {scores['kl']:.4f} nats a token, perplexity {scores['student_ppl']:.2f} "
-        f"(teacher {scores['teacher_ppl']:.2f}) on {scores['tokens']:,} held-out tokens"
+        f"{record.stage}: KL to the teacher {scores['kl']:.4f} nats a token, "
+        f"perplexity {scores['student_ppl']:.2f} (teacher {scores['teacher_ppl']:.2f}) "
+        f"on {scores['tokens']:,} held-out tokens"
     )
     if before is not None and scores["kl"] > before.scores["kl"]:
         text += f"; that is above the {before.scores['kl']:.4f} after {before.stage}"
@@ -60,6 +67,6 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def show(log: RunLog, rows: Sequence[dict[str, Any]]) -> None:
     """Print the table where the log prints."""
-    page = Console(file=io.StringIO(), width=100)
-    page.print(table(rows))
-    log.say(page.file.getvalue().rstrip())
+    page = io.StringIO()
+    Console(file=page, width=100).print(table(rows))
+    log.say(page.getvalue().rstrip())

@@ -9,17 +9,14 @@ run draws what an undisturbed one draws.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-import random
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -27,7 +24,9 @@ from torch import Tensor, nn
 from ltconvert.distill.interrupt import Stopped, StopRequest, stop_requests
 from ltconvert.distill.objective import Objective, Stream, TrainResult
 from ltconvert.distill.optim import build_optimizer, lr_share, plan_steps, set_lr
+from ltconvert.distill.precision import autocast
 from ltconvert.distill.prefetch import Prefetch
+from ltconvert.distill.processes import seed_everything
 from ltconvert.distill.resume import (
     TrainState,
     clean_up,
@@ -146,7 +145,7 @@ class _Loop:
     def _step(self, request: StopRequest) -> tuple[dict[str, float], bool]:
         """One optimiser step: (its metrics, whether any process was asked to stop)."""
         run, step = self.run, self.state.step
-        _seed_everything(run.seed, run.stage, step, self.accelerator.process_index)
+        seed_everything(run.seed, run.stage, step, self.accelerator.process_index)
         sums: dict[str, Tensor] = {}
         for _ in range(self.plan.accumulation):
             batch = next(run.stream).to(run.device)
@@ -231,25 +230,12 @@ class _Loop:
         )
 
 
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Matrix products in bf16 where `precision` says so, else everything as stored."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
-
-
 def _announce(run: _Run, steps: int, step_tokens: int, done: int) -> None:
     wanted = run.settings.batch_tokens
     asked = "" if step_tokens == wanted else f" (batch_tokens {wanted} in whole micro-batches)"
     begin = f", going on after step {done}" if done else ""
     size = f"{steps} steps of {step_tokens} tokens{asked}"
     run.log.say(f"{run.stage}: {size}, {run.precision}{begin}")
-
-
-def _seed_everything(seed: int, stage: str, step: int, process: int) -> None:
-    key = f"{seed}/{stage}/{step}/{process}".encode()
-    number = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big")
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)
 
 
 def _finite(tensor: Tensor) -> bool:

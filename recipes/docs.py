@@ -34,7 +34,7 @@ The resolved recipe is written to the run folder; a run folder accepts no other 
 
 This page is generated from `recipes/schema.py` by `make docs`.
 """
-_SIGNS = {Gt: ">", Ge: ">=", Lt: "<", Le: "<="}
+_SIGNS = {Gt: "> {0.gt}", Ge: ">= {0.ge}", Lt: "< {0.lt}", Le: "<= {0.le}"}
 
 
 def render() -> str:
@@ -85,7 +85,7 @@ def _table(model: type[BaseModel], names: list[str]) -> str:
 def _type(field: FieldInfo) -> str:
     """The type in words, with its bounds."""
     bounds = [
-        f"{sign} {getattr(bound, bound.__slots__[0])}"
+        sign.format(bound)
         for bound in field.metadata
         for kind, sign in _SIGNS.items()
         if isinstance(bound, kind)

@@ -18,7 +18,6 @@ from torch import Tensor
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.selection.progress import Progress
 from ltconvert.distill.selection.walk import Inputs
-from ltconvert.kernels.linear_kl import linear_scores
 
 if TYPE_CHECKING:
     from ltconvert.distill.data import Batch
@@ -85,27 +84,6 @@ def read_batch(batch: Batch, device: torch.device) -> tuple[Inputs, Tensor]:
     keep_BT = None if bool(batch.keep_BT.all()) else batch.keep_BT
     inputs = Inputs(batch.input_ids_BT, keep_BT, batch.segment_ids_BT, at_BT)
     return inputs, batch.labels_BT[at_BT]
-
-
-def kl_sum(
-    student: LT2ForCausalLM,
-    student_NC: Tensor,
-    teacher: LT2ForCausalLM,
-    teacher_NC: Tensor,
-    labels_N: Tensor,
-) -> float:
-    """KL(teacher || student) in nats, added up in fp64 over the N tokens."""
-    scores = linear_scores(
-        student_NC,
-        student.head_weight,
-        teacher_NC,
-        teacher.head_weight,
-        labels_N,
-        student_softcap=student.config.final_softcap,
-        teacher_softcap=teacher.config.final_softcap,
-        vocab_size=min(student.config.vocab_size, teacher.config.vocab_size),
-    )
-    return float(scores.kl_N.double().sum())
 
 
 class Stopwatch:

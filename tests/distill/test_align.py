@@ -25,7 +25,9 @@ def packed(rows: int = 2, length: int = 23, padding: int = 0) -> Batch:
     return Batch(ids_BT, segments_BT, labels_BT, keep_BT)
 
 
-def pair(family: str, mixers: list[str] | None = None, **changes: object) -> tuple[LT2ForCausalLM, LT2ForCausalLM]:
+def pair(
+    family: str, mixers: list[str] | None = None, **changes: object
+) -> tuple[LT2ForCausalLM, LT2ForCausalLM]:
     """A random teacher and a student that shares its tensors, its mixers scattered."""
     teacher = tiny_model(tiny_spec(family, **changes)).requires_grad_(False)
     mixers = mixers or ["gdn"] * len(teacher.model.layers)
@@ -36,14 +38,16 @@ def pair(family: str, mixers: list[str] | None = None, **changes: object) -> tup
     return teacher, student
 
 
-def direct_loss(teacher: LT2ForCausalLM, student: LT2ForCausalLM, batch: Batch) -> tuple[Tensor, int]:
+def direct_loss(
+    teacher: LT2ForCausalLM, student: LT2ForCausalLM, batch: Batch
+) -> tuple[Tensor, int]:
     """The same loss written as one sum over an ordinary walk through the teacher, one graph."""
     model, pupil = teacher.model, student.model
     h_BTC = model.embed(batch.input_ids_BT)
     context = model.context(h_BTC, attention_mask=batch.keep_BT, segment_ids=batch.segment_ids_BT)
     keep = batch.keep_BT
     losses = []
-    for loop in range(model.spec.num_loops):
+    for _ in range(model.spec.num_loops):
         for i, layer in enumerate(model.layers):
             x_BTC = layer.pre_mixer_norm(h_BTC)
             target = layer.post_mixer_norm(layer.mixer(x_BTC, context))
@@ -89,7 +93,9 @@ def test_only_mixers_of_converted_layers_train_and_the_rest_is_the_teachers_memo
     teacher, student = pair("ouro", ["gdn", "full", "window"])
     objective = AlignObjective(teacher, student)
     trained = {n for n, p in student.named_parameters() if p.requires_grad}
-    assert trained and all(n.startswith(("model.layers.0.mixer.", "model.layers.2.mixer.")) for n in trained)
+    assert trained and all(
+        n.startswith(("model.layers.0.mixer.", "model.layers.2.mixer.")) for n in trained
+    )
     assert objective.num_visits == 2 * 4 and objective.end_slot == 12
     in_groups = sum(p.numel() for g in objective.parameter_groups() for p in g["params"])
     assert in_groups == sum(p.numel() for p in student.parameters() if p.requires_grad)
@@ -170,7 +176,9 @@ def test_calibration_gives_every_channel_the_teachers_size(family: str) -> None:
 
     handle = teacher.model.layers[0].mixer.o_proj.register_forward_pre_hook(keep_inputs)
     for batch in batches:
-        teacher.model(batch.input_ids_BT, attention_mask=batch.keep_BT, segment_ids=batch.segment_ids_BT)
+        teacher.model(
+            batch.input_ids_BT, attention_mask=batch.keep_BT, segment_ids=batch.segment_ids_BT
+        )
     handle.remove()
     calibrate(teacher, student, batches, [0, 2])
     weight = student.model.layers[0].mixer.out_norm_weight

@@ -246,14 +246,16 @@ def test_reading_ahead_raises_the_streams_error_in_its_place(
     tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS) + "{broken\n")
+    lines = [json.dumps({"text": t}) for t in TEXTS * 5]
+    path.write_text("\n".join([*lines, "{broken"]))
     settings = DataSettings(source=str(path), heldout_share=0.2)
     counts = []
     for source in (stream(settings, tiny_tokenizer), Prefetch(stream(settings, tiny_tokenizer))):
-        with pytest.raises(UserError, match="line 91: not a JSON object"):
-            for counted in range(1000):
+        counts.append(0)
+        with pytest.raises(UserError, match="line 451: not a JSON object"):
+            while counts[-1] < 1000:
                 next(source)
-        counts.append(counted)
+                counts[-1] += 1
     assert counts[0] == counts[1] > 0
 
 

@@ -132,7 +132,8 @@ def test_documents_of_a_row_do_not_see_each_other() -> None:
     objective = LogitsObjective(teacher, student, settings_of())
     both = packed()
     parts = [
-        Batch(*(getattr(both, name)[:, part] for name in _FIELDS)) for part in (slice(0, 8), slice(8, 19))
+        Batch(*(getattr(both, name)[:, part] for name in _FIELDS))
+        for part in (slice(0, 8), slice(8, 19))
     ]
     apart = [step(objective, part)["kl"].item() for part in parts]
     expected = (8 * apart[0] + 11 * apart[1]) / 19
@@ -205,7 +206,9 @@ def test_a_frozen_copy_gives_the_same_bits_under_autocast(family: str) -> None:
     copied = frozen_copy(model, torch.bfloat16)
     batch = packed()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs = [m.model(batch.input_ids_BT, segment_ids=batch.segment_ids_BT) for m in (model, copied)]
+        outputs = [
+            m.model(batch.input_ids_BT, segment_ids=batch.segment_ids_BT) for m in (model, copied)
+        ]
     assert torch.equal(outputs[0].last_hidden_state, outputs[1].last_hidden_state)
     assert copied.model.layers[0].mixer.q_proj.weight.dtype == torch.bfloat16
     assert model.model.layers[0].mixer.q_proj.weight.dtype == torch.float32

@@ -36,7 +36,9 @@ def teacher(case: Path) -> Teacher:
 
 
 @pytest.fixture(scope="module")
-def finished(case: Path, teacher: Teacher, tmp_path_factory: pytest.TempPathFactory) -> PipelineResult:
+def finished(
+    case: Path, teacher: Teacher, tmp_path_factory: pytest.TempPathFactory
+) -> PipelineResult:
     return convert(teacher, case, tmp_path_factory.mktemp("run") / "out")
 
 
@@ -56,7 +58,9 @@ def test_every_stage_has_a_row_and_a_record(finished: PipelineResult) -> None:
     for stage in STAGES:
         record = json.loads((run_dir / "stages" / stage / "stage.json").read_text())
         assert record["status"] == "finished" and record["versions"]["torch"] == torch.__version__
-    noted = [json.loads(line)["stage"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    noted = [
+        json.loads(line)["stage"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert {"align", "logits", "longctx"} <= set(noted)
 
 
@@ -129,7 +133,10 @@ def test_settings_that_change_no_result_may_change(
         ({"student": {"short_conv": False}}, "student.short_conv = True, this call asks for False"),
         ({"data": {"shuffle_seed": 7}}, "data.shuffle_seed = 0, this call asks for 7"),
         ({"logits": {"temperature": 2.0}}, "logits.temperature = 1.0, this call asks for 2.0"),
-        ({"longctx": {"budget_tokens": 640}}, "longctx.budget_tokens = 512, this call asks for 640"),
+        (
+            {"longctx": {"budget_tokens": 640}},
+            "longctx.budget_tokens = 512, this call asks for 640",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -160,9 +167,31 @@ def test_another_precision_is_refused_and_auto_keeps_the_runs_own(
     assert again.precision == "fp32"
 
 
-def test_a_damaged_record_is_one_line(
+def test_a_shorter_recipe_in_a_finished_run_leaves_its_result_alone(
     case: Path, teacher: Teacher, tmp_path: Path
 ) -> None:
+    off = {"enabled": False}
+    few = {name: {"budget_tokens": 128} for name in ("align", "logits", "longctx")}
+    convert(teacher, case, tmp_path, **few)
+    before = weights(tmp_path / "student")
+    shorter = {"align": few["align"], "logits": off, "longctx": off}
+    selected = convert(teacher, case, tmp_path, **shorter)
+    assert [row["stage"] for row in selected.rows] == ["start", "align", "select"]
+    assert same(weights(tmp_path / "student"), before)
+    assert [row["stage"] for row in convert(teacher, case, tmp_path, **few).rows][-1] == "longctx"
+
+
+def test_a_stage_can_be_added_to_a_finished_run(
+    case: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    few = {name: {"budget_tokens": 128} for name in ("align", "logits", "longctx")}
+    convert(teacher, case, tmp_path / "two", **(few | {"longctx": {"enabled": False}}))
+    added, whole = (convert(teacher, case, tmp_path / name, **few) for name in ("two", "one"))
+    assert same(dict(added.student.state_dict()), dict(whole.student.state_dict()))
+    assert same(weights(added.student_dir), weights(whole.student_dir))
+
+
+def test_a_damaged_record_is_one_line(case: Path, teacher: Teacher, tmp_path: Path) -> None:
     (tmp_path / "stages/align").mkdir(parents=True)
     (tmp_path / "stages/align/stage.json").write_text('{"stage": "al')
     with pytest.raises(UserError, match=r"stage\.json is damaged"):
@@ -191,9 +220,7 @@ def test_a_student_that_keeps_everything_is_its_teacher(
     case: Path, teacher: Teacher, tmp_path: Path
 ) -> None:
     off = {"enabled": False}
-    result = convert(
-        teacher, case, tmp_path, student={"mixer": "full"}, logits=off, longctx=off
-    )
+    result = convert(teacher, case, tmp_path, student={"mixer": "full"}, logits=off, longctx=off)
     assert [row["stage"] for row in result.rows] == ["start"]
     assert result.rows[0]["kl"] < 1e-9
     assert (tmp_path / "student/config.json").is_file()
@@ -229,15 +256,11 @@ def test_align_in_groups_trains_every_layer(
     case: Path, teacher: Teacher, tmp_path: Path, finished: PipelineResult
 ) -> None:
     off = {"enabled": False}
-    result = convert(
-        teacher, case, tmp_path, align={"layers_at_once": 2}, logits=off, longctx=off
-    )
+    result = convert(teacher, case, tmp_path, align={"layers_at_once": 2}, logits=off, longctx=off)
     kl = {row["stage"]: row["kl"] for row in result.rows}
     whole = {row["stage"]: row["kl"] for row in finished.rows}
     assert kl["align"] == pytest.approx(whole["align"], rel=0.2) and kl["align"] < kl["start"]
     assert not list(tmp_path.glob("stages/align/**/checkpoint*"))
-
-
 
 
 def test_a_problem_with_the_data_is_not_taken_for_one_with_the_run_folder(tmp_path: Path) -> None:

@@ -248,14 +248,16 @@ def test_full_disk_leaves_the_former_checkpoint(
 ) -> None:
     monkeypatch.setenv("LTCONVERT_CHECKPOINT_STEPS", "3")
     torch.manual_seed(5)
-    objective = ToyObjective(
-        ToyModel(), lambda call: call == 8 and monkeypatch.setattr(resume, "save_file", full)
-    )
 
     def full(tensors: Any, path: Path) -> None:
         path.write_bytes(b"begun")
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def fill_the_disk(call: int) -> None:
+        if call == 8:
+            monkeypatch.setattr(resume, "save_file", full)
+
+    objective = ToyObjective(ToyModel(), fill_the_disk)
     with pytest.raises(OSError, match="No space left"):
         run_toy(folder, tiny_tokenizer, make_settings(), objective=objective)
     assert json.loads((folder / "stage/checkpoint/state.json").read_text())["step"] == 3
