@@ -27,10 +27,11 @@ from ltconvert.distill.logits import frozen_copy
 from ltconvert.distill.precision import pick_precision
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.selection import kl_fast
-from ltconvert.distill.selection.probe import Probe, kl_sum
+from ltconvert.distill.selection.probe import Probe
 from ltconvert.distill.selection.progress import Progress
 from ltconvert.distill.selection.result import Cost
 from ltconvert.distill.stage import StageInputs
+from ltconvert.kernels.linear_kl import linear_scores
 from ltconvert.recipes.schema import DataSettings, SelectSettings
 
 PARITY_LAYERS = 3
@@ -127,7 +128,10 @@ def whole(probe: Probe, batch: Batch, sums: kl_fast.Sums) -> tuple[float, float]
     def kl(model: LT2ForCausalLM, layer: int, mixer: Any) -> float:
         with swapped(model, layer, mixer):
             hidden_NC = last_hidden(model, batch)[at_BT]
-        return kl_sum(model, hidden_NC, teacher, target_NC, batch.labels_BT[at_BT])
+        scores = linear_scores(
+            hidden_NC, model.head_weight, target_NC, teacher.head_weight, batch.labels_BT[at_BT]
+        )
+        return float(scores.kl_N.double().sum())
 
     with probe.quiet_forward():
         target_NC = last_hidden(teacher, batch)[at_BT]

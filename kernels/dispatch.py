@@ -74,7 +74,7 @@ def table(requested: str, device: torch.device | str) -> list[tuple[str, str, st
 
 
 def set_default(requested: str = "auto", **per_op: str) -> None:
-    """Set the backend that ops use in this process, with exceptions such as `linear_kl="triton"`."""
+    """Set the backend that ops use in this process; by name, exceptions: `linear_kl="triton"`."""
     global _requests
     _requests = Requests(requested, dict(per_op))
 

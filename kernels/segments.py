@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def segment_counts(segment_ids_BT: Tensor | None, keep_BT: Tensor | None) -> Tensor | None:
-    """Number of segment starts up to and including each token, int64 [B, T]; None when there are none.
+    """Segment starts up to and including each token, int64 [B, T]; None when there are none.
 
     Token t starts a segment when its id differs from that of the last kept token before it.
     Padding (`keep_BT` False) is looked through: it starts nothing and belongs to the segment

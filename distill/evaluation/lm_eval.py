@@ -22,6 +22,7 @@ from ltconvert.errors import UserError
 GUESSED = ("acc", "acc_norm", "acc_bytes")  # metrics whose value under guessing is 1 / choices
 NEVER_GUESSED = ("exact_match", "em", "f1")  # metrics in [0, 1] that guessing leaves at 0
 BOOTSTRAP_ROUNDS = 100  # only for metrics without a closed form
+SEED = 1234  # lm-eval's own default
 
 
 def run_tasks(
@@ -59,7 +60,7 @@ def run_tasks(
     with quiet(), kept_random_state():
         loaded = load_tasks(tasks, include_path)
         model, tokenizer = _resolve(model, tokenizer)
-        results = _simple_evaluate(model, tokenizer, loaded, limit, batch_size, precision)
+        results = _evaluate(model, tokenizer, loaded, limit, batch_size, precision)
     return summarise(results)
 
 
@@ -96,10 +97,11 @@ def _resolve(model: Any, tokenizer: Any | None) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _simple_evaluate(
+def _evaluate(
     model: Any, tokenizer: Any, loaded: list[Any], limit: int | None, batch_size: int, precision: str
 ) -> dict[str, Any]:
-    import lm_eval
+    """lm-eval's results. ``simple_evaluate`` would also look for git, pip and the model's hub entry."""
+    from lm_eval import evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -112,14 +114,16 @@ def _simple_evaluate(
         softmax_dtype="float32",
         add_bos_token=_starts_with_bos(tokenizer) or None,
     )
-    return lm_eval.simple_evaluate(
-        model=wrapped,
-        tasks=loaded,
-        limit=limit,
-        bootstrap_iters=BOOTSTRAP_ROUNDS,
-        log_samples=True,
-        # The tasks are loaded: no need to read lm-eval's thousands of files again.
-        task_manager=TaskManager(include_defaults=False),
+    tasks = TaskManager(include_defaults=False).load(loaded)
+    for task in tasks["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    return evaluate(
+        lm=wrapped, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP_ROUNDS, log_samples=True
     )
 
 

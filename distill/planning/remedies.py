@@ -49,7 +49,7 @@ def _changes(stage: str, recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
 
 
 def _lighter_scoring(settings: SelectSettings) -> Iterator[tuple[str, str, Any]]:
-    """Smaller batches: fewer tokens are scored in fewer rows at a time; at last no scores at all."""
+    """Smaller batches: fewer tokens in fewer rows at a time; at last no scores at all."""
     yield from _shorter("select", settings.seq_len_tokens)
     tokens = settings.eval_tokens
     while settings.method != "recall" and tokens // 2 >= settings.seq_len_tokens:

@@ -1,4 +1,4 @@
-"""KL of several models to one teacher, all with their own final hidden states, through shared heads.
+"""KL of several models to one teacher, from their final hidden states and one head each.
 
 ``kernels.linear_kl.linear_scores`` compares two models and computes the teacher's logits each time.
 Scoring layers compares dozens of changed models with the same teacher on the same tokens: here a
@@ -26,7 +26,7 @@ def kl_sums(
     teacher: LT2ForCausalLM,
     teacher_NC: Tensor,
 ) -> list[float]:
-    """KL(teacher || student) in nats, added up in fp64 over N tokens, for each entry of ``students_NC``.
+    """KL(teacher || student) in nats, summed over N tokens, for each of ``students_NC``.
 
     Hidden states equal to the teacher's through an equal head give exactly 0. Logits exist for one
     chunk of tokens of two models at a time; columns past the smaller vocabulary are left out.

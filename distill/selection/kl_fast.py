@@ -12,18 +12,19 @@ sets out at the changed layer, on top of the one whole pass of the teacher that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
-from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch
 from ltconvert.distill.progress import Bar
-from ltconvert.distill.selection.probe import Probe, Stopwatch, kl_sum, read_batch
+from ltconvert.distill.selection.compare import kl_sums
+from ltconvert.distill.selection.probe import Probe, Stopwatch, read_batch
 from ltconvert.distill.selection.ranking import Stability, mean_ranks, order
 from ltconvert.distill.selection.result import Cost, Scores
 from ltconvert.distill.selection.walk import Walk, walk, with_mixer
+
+LAYERS_AT_ONCE = 8  # final hidden states kept until they are compared together
 
 
 @dataclass
@@ -100,43 +101,38 @@ def ranked(sums: Sums) -> tuple[list[int], str, bool]:
 def score_batch(probe: Probe, batch: Batch, sums: Sums, cost: Cost, bar: Bar) -> None:
     """Add one batch to the sums and to the cost."""
     teacher, student, direction = probe.teacher, probe.student, probe.settings.direction
-    inputs, labels_N = read_batch(batch, probe.device)
-    more = Sums(tokens=labels_N.numel())
-    slots, tokens = len(teacher.model.schedule), inputs.tokens
+    inputs = read_batch(batch, probe.device)
+    more = Sums(tokens=int(inputs.at_BT.sum()))
     with probe.quiet_forward():
         target = walk(teacher, inputs)
-        cost.add_visits(target.visits, slots, tokens)
+        cost.add_visits(target.visits, target.visits, inputs.tokens)
         if direction != "restore":
-            mixers = [layer.mixer for layer in student.model.layers]
-            more.removed, visits = _each_layer(
-                target, mixers, teacher, target.hidden_NC, labels_N, bar
-            )
-            cost.add_visits(visits, slots, tokens)
+            linear = {i: layer.mixer for i, layer in enumerate(student.model.layers)}
+            more.removed = list(kl_of_changed(target, linear, target, cost, bar).values())
         if direction != "remove":
             base = walk(student, inputs)
-            mixers = [layer.mixer for layer in teacher.model.layers]
-            more.student = kl_sum(student, base.hidden_NC, teacher, target.hidden_NC, labels_N)
-            more.restored, visits = _each_layer(
-                base, mixers, teacher, target.hidden_NC, labels_N, bar
-            )
-            cost.add_visits(base.visits + visits, base.visits, tokens)
-    cost.tokens += tokens
+            cost.add_visits(base.visits, base.visits, inputs.tokens)
+            full = {i: layer.mixer for i, layer in enumerate(teacher.model.layers)}
+            (more.student,) = kl_sums(student, [base.hidden_NC], teacher, target.hidden_NC)
+            more.restored = list(kl_of_changed(base, full, target, cost, bar).values())
+    cost.tokens += inputs.tokens
     sums.add(more)
 
 
-def _each_layer(
-    base: Walk,
-    mixers: Sequence[nn.Module],
-    teacher: LT2ForCausalLM,
-    target_NC: Tensor,
-    labels_N: Tensor,
-    bar: Bar,
-) -> tuple[list[float], int]:
-    """KL to the teacher with each layer of ``base`` replaced in turn, and the layer visits."""
-    total, kls = 0, []
-    for layer, mixer in enumerate(mixers):
-        hidden_NC, visits = with_mixer(base, layer, mixer)
-        kls.append(kl_sum(base.model, hidden_NC, teacher, target_NC, labels_N))
-        total += visits
-        bar.advance()
-    return kls, total
+def kl_of_changed(
+    base: Walk, mixers: dict[int, nn.Module], target: Walk, cost: Cost, bar: Bar
+) -> dict[int, float]:
+    """KL to ``target`` of ``base`` with one layer changed, for each layer of ``mixers``."""
+    found: dict[int, float] = {}
+    layers = list(mixers)
+    for start in range(0, len(layers), LAYERS_AT_ONCE):
+        group = layers[start : start + LAYERS_AT_ONCE]
+        hidden = []
+        for layer in group:
+            hidden_NC, visits = with_mixer(base, layer, mixers[layer])
+            hidden.append(hidden_NC)
+            cost.add_visits(visits, base.visits, base.inputs.tokens)
+            bar.advance()
+        kls = kl_sums(base.model, hidden, target.model, target.hidden_NC)
+        found |= dict(zip(group, kls, strict=True))
+    return found

@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass, field
 from ltconvert.convert.transfer import swapped
 from ltconvert.distill.data import Batch
 from ltconvert.distill.progress import Bar
-from ltconvert.distill.selection.probe import Probe, Stopwatch, kl_sum, read_batch
+from ltconvert.distill.selection.compare import kl_sums
+from ltconvert.distill.selection.kl_fast import kl_of_changed
+from ltconvert.distill.selection.probe import Probe, Stopwatch, read_batch
 from ltconvert.distill.selection.ranking import Stability, order
 from ltconvert.distill.selection.result import Cost, Scores
-from ltconvert.distill.selection.walk import fitting, walk, with_mixer
+from ltconvert.distill.selection.walk import fitting, walk
 
 
 @dataclass
@@ -102,26 +104,22 @@ def score_batch(
 ) -> None:
     """Add one batch: the student with ``picked`` full, alone and with each other layer."""
     teacher, student = probe.teacher, probe.student
-    inputs, labels_N = read_batch(batch, probe.device)
-    full = [layer.mixer for layer in teacher.model.layers]
-    kls = [math.inf] * probe.num_layers
+    inputs = read_batch(batch, probe.device)
+    full = {i: layer.mixer for i, layer in enumerate(teacher.model.layers)}
+    rest = {i: mixer for i, mixer in full.items() if i not in picked}
     with probe.quiet_forward(), ExitStack() as stack:
         for layer in picked:
             stack.enter_context(swapped(student, layer, fitting(full[layer], student)))
         target = walk(teacher, inputs)
         base = walk(student, inputs)
-        visits = base.visits
-        for layer in sorted(set(range(probe.num_layers)) - set(picked)):
-            hidden_NC, more = with_mixer(base, layer, full[layer])
-            kls[layer] = kl_sum(student, hidden_NC, teacher, target.hidden_NC, labels_N)
-            visits += more
-            bar.advance()
-        current.base += kl_sum(student, base.hidden_NC, teacher, target.hidden_NC, labels_N)
+        (base_kl,) = kl_sums(student, [base.hidden_NC], teacher, target.hidden_NC)
+        kls = kl_of_changed(base, rest, target, cost, bar)
+    current.base += base_kl
     so_far = current.with_layer or [0.0] * probe.num_layers
-    current.with_layer = [a + b for a, b in zip(so_far, kls, strict=True)]
-    current.tokens += labels_N.numel()
-    cost.add_visits(target.visits, target.visits, inputs.tokens)
-    cost.add_visits(visits, base.visits, inputs.tokens)
+    current.with_layer = [kl + kls.get(i, math.inf) for i, kl in enumerate(so_far)]
+    current.tokens += int(inputs.at_BT.sum())
+    for model in (target, base):
+        cost.add_visits(model.visits, model.visits, inputs.tokens)
     cost.tokens += inputs.tokens
 
 

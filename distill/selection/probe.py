@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.selection.progress import Progress
@@ -77,13 +76,12 @@ class Probe:
                 model.train(training)
 
 
-def read_batch(batch: Batch, device: torch.device) -> tuple[Inputs, Tensor]:
-    """The inputs of a pass that scores every token with a successor, and those successors [N]."""
+def read_batch(batch: Batch, device: torch.device) -> Inputs:
+    """The inputs of a pass that scores every token which has a successor."""
     batch = batch.to(device)
     at_BT = (batch.labels_BT >= 0) & batch.keep_BT
     keep_BT = None if bool(batch.keep_BT.all()) else batch.keep_BT
-    inputs = Inputs(batch.input_ids_BT, keep_BT, batch.segment_ids_BT, at_BT)
-    return inputs, batch.labels_BT[at_BT]
+    return Inputs(batch.input_ids_BT, keep_BT, batch.segment_ids_BT, at_BT)
 
 
 class Stopwatch:

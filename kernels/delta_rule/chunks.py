@@ -133,7 +133,9 @@ def _decays(
         before_NB1 = before_BT[:, span.start : span.stop : chunk].t().unsqueeze(-1)
         lost_NBC = (counts_NBC != before_NB1)[:, :, None, :, None]
         carry_NRC1 = (
-            carry_NRC1.view(chunks, batch, -1, chunk, 1).masked_fill(lost_NBC, 0).view_as(carry_NRC1)
+            carry_NRC1.view(chunks, batch, -1, chunk, 1)
+            .masked_fill(lost_NBC, 0)
+            .view_as(carry_NRC1)
         )
         unread = unread | (counts_NBC.unsqueeze(-1) != counts_NBC.unsqueeze(-2))
         unread = unread.unsqueeze(2).expand(-1, -1, rows // batch, -1, -1).reshape(decay_NRCC.shape)

@@ -19,8 +19,8 @@ def norm_gate(
 ) -> Tensor:
     """``x * rsqrt(mean(x^2) + eps) * weight * fn(gate)`` over the last axis, in x's dtype.
 
-    x and gate [..., H, D] or [..., D]; weight [D] or [H, D]. ``2sigmoid`` is ``2 * sigmoid``, 1 at 0.
-    Arithmetic in fp32 (fp64 for fp64 inputs).
+    x and gate [..., H, D] or [..., D]; weight [D] or [H, D]. ``2sigmoid`` is ``2 * sigmoid``, 1 at
+    0. Arithmetic in fp32 (fp64 for fp64 inputs). The gated norm of arXiv 2412.06464 has "silu".
 
     Raises:
         ValueError: shapes that do not fit together, or an unknown ``gate_fn``.

@@ -28,8 +28,9 @@ def short_conv(
 
     The last tap multiplies the current token. ``history_BDH`` holds the H tokens before the row
     (zeros when None), newest last; the new history is what the next call needs. Tokens of another
-    segment and padding (``keep_BT`` False) count as zero; y at padding is meaningless. Segments are read
-    as in ``delta_rule``. Arithmetic in fp32 (fp64 for fp64 inputs); y and history have x's dtype.
+    segment and padding (``keep_BT`` False) count as zero; y at padding is meaningless. Segments are
+    read as in ``delta_rule``. Arithmetic in fp32 (fp64 for fp64 inputs); y and history have x's
+    dtype.
 
     Raises:
         ValueError: shapes that do not fit together.
@@ -37,12 +38,14 @@ def short_conv(
     batch, length, channels = x_BTD.shape
     if weight_DW.dim() != 2 or weight_DW.shape[0] != channels or weight_DW.shape[1] < 2:
         raise ValueError(
-            f"weight must be [channels, taps] = [{channels}, 2 or more], got {list(weight_DW.shape)}"
+            f"weight must be [channels, taps] = [{channels}, 2 or more], "
+            f"got {list(weight_DW.shape)}"
         )
     shape = (batch, channels, weight_DW.shape[1] - 1)
     if history_BDH is not None and tuple(history_BDH.shape) != shape:
         raise ValueError(
-            f"history must be [batch, channels, taps - 1] = {list(shape)}, got {list(history_BDH.shape)}"
+            f"history must be [batch, channels, taps - 1] = {list(shape)}, "
+            f"got {list(history_BDH.shape)}"
         )
     if activation not in (None, "silu"):
         raise ValueError(f"activation must be None or 'silu', got {activation!r}")

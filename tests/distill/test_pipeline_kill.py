@@ -15,8 +15,17 @@ import torch
 
 from ltconvert.convert.checkpoint import load_student
 
-# Before the first checkpoint, after one, twice in a stage; while each kind of file is put in place.
+# Within every stage, twice in one; while files of each kind are put in place.
 POINTS = [
+    "align:5",
+    "put:checkpoint:2",
+    "put:selection.partial.json:2",
+    "logits:6",
+    "put:stage.json:2",
+    "longctx:4",
+    "put:student:2",
+]
+MORE_POINTS = [
     "align:1",
     "align:5",
     "put:checkpoint:2",
@@ -64,20 +73,22 @@ def _losses(path: Path) -> list[tuple[str, int, float]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "sections"),
+    ("family", "points", "sections"),
     [
-        ("llama", {}),
+        ("llama", POINTS, {}),
+        pytest.param("llama", MORE_POINTS, {}, marks=pytest.mark.slow),
         pytest.param(
             "ouro",
+            MORE_POINTS,
             {"student": {"mixer": "window", "window_tokens": 5}, "align": {"layers_at_once": 2}},
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_killed_runs_end_with_the_weights_of_an_undisturbed_one(
-    tmp_path: Path, tiny_tokenizer: Any, family: str, sections: dict[str, Any]
+    tmp_path: Path, tiny_tokenizer: Any, family: str, points: list[str], sections: dict[str, Any]
 ) -> None:
     pipeline_case.make_case(tmp_path, tiny_tokenizer, family)
     run_driver(tmp_path, tmp_path / "whole", [], sections)
-    run_driver(tmp_path, tmp_path / "killed", POINTS, sections)
+    run_driver(tmp_path, tmp_path / "killed", points, sections)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")

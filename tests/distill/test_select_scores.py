@@ -18,10 +18,11 @@ from ltconvert.convert.transfer import build_student
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.recall import answer_scores
 from ltconvert.distill.runlog import RunLog
-from ltconvert.distill.selection import kl_fast, kl_greedy, recall
+from ltconvert.distill.selection import compare, kl_fast, kl_greedy, recall
 from ltconvert.distill.selection.probe import Probe
 from ltconvert.distill.selection.progress import Progress
 from ltconvert.distill.stage import StageInputs
+from ltconvert.kernels.linear_kl import linear_scores
 from ltconvert.recipes.schema import SelectSettings
 
 
@@ -134,6 +135,38 @@ def test_kl_fast_equals_whole_forwards(family: str, loops: int) -> None:
         assert scores.columns["damage"][layer] == pytest.approx(damage, rel=1e-4, abs=1e-6)
         assert scores.columns["gain"][layer] == pytest.approx(gain, rel=1e-4, abs=1e-6)
     assert scores.facts["student_kl"] == pytest.approx(none, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_comparison_in_chunks_equals_the_kernel_and_skips_padded_columns(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "default_chunk", lambda vocab: 7)  # chunks that do not divide 30
+    teacher, student = pair(family)
+    for model in (teacher, student):
+        model.requires_grad_(False)
+    hidden = torch.randn(3, 30, 32, generator=torch.Generator().manual_seed(5))
+    cap = teacher.config.final_softcap
+    found = compare.kl_sums(student, list(hidden[:2]), teacher, hidden[2])
+    for mine, students_NC in zip(found, hidden[:2], strict=True):
+        heads = student.head_weight, teacher.head_weight
+        kernel = linear_scores(
+            students_NC,
+            heads[0],
+            hidden[2],
+            heads[1],
+            torch.zeros(30, dtype=torch.long),
+            student_softcap=cap,
+            teacher_softcap=cap,
+        )
+        assert mine == pytest.approx(float(kernel.kl_N.double().sum()), rel=1e-5)
+    small = tiny_model(tiny_spec(family, vocab_size=80)).requires_grad_(False)
+    narrow = compare.kl_sums(small, [hidden[0]], teacher, hidden[2])
+    p, q = (
+        model.logits(x)[:, :80].double().log_softmax(-1)
+        for model, x in ((teacher, hidden[2]), (small, hidden[0]))
+    )
+    assert narrow[0] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-4)
 
 
 def test_prelude_and_coda_are_scored_from_their_own_place() -> None:

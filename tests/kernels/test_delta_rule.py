@@ -298,9 +298,7 @@ def test_fp32_gradients() -> None:
     chunked(ours)[0].square().sum().backward()
     recurrence(*(truth[n] for n in NAMES))[0].square().sum().backward()
     for name in NAMES:
-        torch.testing.assert_close(
-            ours[name].grad.double(), truth[name].grad, atol=1e-5, rtol=1e-4
-        )
+        torch.testing.assert_close(ours[name].grad.double(), truth[name].grad, atol=1e-5, rtol=1e-4)
 
 
 def test_transposed_inputs_are_read_rightly() -> None:

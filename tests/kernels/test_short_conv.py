@@ -1,4 +1,4 @@
-"""short_conv and norm_gate against their definitions, one token at a time."""
+"""short_conv against its definition, one token at a time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltconvert.kernels.norm_gate import norm_gate
-from ltconvert.kernels.short_conv import short_conv
+from ltconvert.kernels.short_conv import reference, short_conv
 
 B, T, D, W = 2, 13, 5, 4
 
@@ -44,17 +43,23 @@ def test_value_gradients_and_history(masked: bool) -> None:
     y, after = short_conv(x, weight, history_BDH=history, **arguments)
     expected = by_hand(x, weight, history, segments, keep)
     torch.testing.assert_close(y[keep], expected[keep])
-    right = torch.autograd.grad(expected[keep].square().sum(), (x, weight, history), allow_unused=True)
-    found = torch.autograd.grad(y[keep].square().sum(), (x, weight, history))
+    leaves = (x, weight, history)
+    right = torch.autograd.grad(expected[keep].square().sum(), leaves)
+    found = torch.autograd.grad(y[keep].square().sum(), leaves)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b)
     more = torch.randn(B, 3, D, generator=generator, dtype=torch.float64)
     ends = segments[:, -1:].expand(B, 3)
     both = short_conv(
-        torch.cat([x, more], 1), weight, history_BDH=history, segment_ids_BT=torch.cat([segments, ends], 1),
-        keep_BT=torch.cat([keep, torch.ones(B, 3, dtype=torch.bool)], 1), activation="silu",
+        torch.cat([x, more], 1),
+        weight,
+        history_BDH=history,
+        segment_ids_BT=torch.cat([segments, ends], 1),
+        keep_BT=torch.cat([keep, torch.ones(B, 3, dtype=torch.bool)], 1),
+        activation="silu",
     )[0]
-    torch.testing.assert_close(short_conv(more, weight, history_BDH=after, activation="silu")[0], both[:, T:])
+    continued = short_conv(more, weight, history_BDH=after, activation="silu")[0]
+    torch.testing.assert_close(continued, both[:, T:])
 
 
 def test_identity_weight_is_the_identity_in_every_dtype() -> None:
@@ -63,7 +68,8 @@ def test_identity_weight_is_the_identity_in_every_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(B, T, D).to(dtype)
         y, history = short_conv(x, weight)
-        assert torch.equal(y, x) and y.dtype == dtype and torch.equal(history, x[:, -3:].transpose(1, 2))
+        assert torch.equal(y, x) and y.dtype == dtype
+        assert torch.equal(history, x[:, -3:].transpose(1, 2))
 
 
 def test_shapes_are_checked() -> None:
@@ -73,16 +79,41 @@ def test_shapes_are_checked() -> None:
         short_conv(torch.zeros(B, T, D), torch.zeros(D, W), history_BDH=torch.zeros(B, D, W))
 
 
-@pytest.mark.parametrize("gate_fn", ["2sigmoid", "sigmoid", "silu"])
-@pytest.mark.parametrize("per_head", [True, False])
-def test_norm_gate_is_its_formula(gate_fn: str, per_head: bool) -> None:
-    x, gate = torch.randn(2, 7, 3, 11, dtype=torch.float64), torch.randn(2, 7, 3, 11, dtype=torch.float64)
-    weight = torch.randn((3, 11) if per_head else (11,), dtype=torch.float64)
-    s = 1 / (1 + torch.exp(-gate))
-    opened = {"2sigmoid": 2 * s, "sigmoid": s, "silu": gate * s}[gate_fn]
-    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight * opened
-    torch.testing.assert_close(norm_gate(x, weight, gate, eps=1e-5, gate_fn=gate_fn), expected)
-    low = norm_gate(x.bfloat16(), weight, gate, eps=1e-5, gate_fn=gate_fn)
-    assert low.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="gate must"):
-        norm_gate(x, weight, gate[..., :-1], eps=1e-5)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, activation: str | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(B, T, D, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(D, W, generator=generator, dtype=torch.float64, requires_grad=True)
+    segments = (torch.arange(T) // 5).expand(B, T)
+
+    def results() -> list[Tensor]:
+        y, history = short_conv(x, weight, segment_ids_BT=segments, activation=activation)
+        loss = y.square().sum() + history.sum()
+        return [y, history, *torch.autograd.grad(loss, (x, weight))]
+
+    whole = results()
+    monkeypatch.setattr(reference, "BLOCK_ELEMENTS", 1)
+    for a, b in zip(results(), whole, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_pads_may_hold_anything_and_the_history_crosses_short_rows() -> None:
+    x = torch.randn(1, 2, D, dtype=torch.float64)
+    weight = torch.randn(D, W, dtype=torch.float64)
+    history = torch.randn(1, D, W - 1, dtype=torch.float64)
+    x[0, 0] = torch.nan
+    y, after = short_conv(
+        x, weight, history_BDH=history, keep_BT=torch.tensor([[False, True]]), activation=None
+    )
+    want = torch.stack([history[0, :, 2], torch.zeros(D, dtype=x.dtype), x[0, 1]], dim=-1)
+    assert torch.equal(after[0], want)
+    seen = torch.cat([history[0, :, 1:2], want], dim=-1)
+    torch.testing.assert_close(y[0, 1], (seen * weight).sum(-1))
+
+
+def test_gradients_in_low_precision_have_the_inputs_dtypes() -> None:
+    x = torch.randn(B, T, D).bfloat16().requires_grad_()
+    weight = torch.randn(D, W, requires_grad=True)
+    y = short_conv(x, weight, activation="silu")[0]
+    y.float().sum().backward()
+    assert y.dtype == x.grad.dtype == torch.bfloat16 and weight.grad.dtype == torch.float32

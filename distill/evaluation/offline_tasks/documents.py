@@ -17,8 +17,7 @@ from ltconvert.distill.evaluation.recall_text import FILLER, KEYS, QUESTION, STA
 
 Document = dict[str, str]
 NEEDLE_SENTENCES = 32
-COPIED_WORDS = 16
-PROMPT_WORDS = 4
+LISTED_WORDS, BEGUN_WORDS, ASKED_WORDS = 16, 4, 4
 CONTEXT_WORDS = 120
 LEAST_WORDS = 8
 
@@ -32,8 +31,8 @@ def needle(documents: int = 100, sentences: int = NEEDLE_SENTENCES, **_: Any) ->
     return _made("needle", documents, lambda rng: _needle(rng, sentences))
 
 
-def copying(documents: int = 100, words: int = COPIED_WORDS, **_: Any) -> DatasetDict:
-    """A list of random words, begun a second time: the rest of it must follow."""
+def copying(documents: int = 100, words: int = LISTED_WORDS, **_: Any) -> DatasetDict:
+    """A list of random words, begun a second time: its next words must follow."""
     return _made("copying", documents, lambda rng: _copying(rng, words))
 
 
@@ -79,8 +78,9 @@ def _needle(rng: random.Random, sentences: int) -> Document:
 
 def _copying(rng: random.Random, words: int) -> Document:
     chosen = rng.sample(KEYS, words)
-    context = f"First list: {' '.join(chosen)}.\nThe same list: {' '.join(chosen[:PROMPT_WORDS])}"
-    return {"context": context, "answer": " ".join(chosen[PROMPT_WORDS:])}
+    asked = chosen[BEGUN_WORDS : BEGUN_WORDS + ASKED_WORDS]
+    context = f"First list: {' '.join(chosen)}.\nThe same list: {' '.join(chosen[:BEGUN_WORDS])}"
+    return {"context": context, "answer": " ".join(asked)}
 
 
 def _made(name: str, count: int, make: Callable[[random.Random], Document]) -> DatasetDict:

@@ -1,0 +1,82 @@
+"""Which backend runs, why, and what happens when the one asked for cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ltconvert.kernels import dispatch
+from ltconvert.kernels.norm_gate import norm_gate
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_auto_takes_the_reference_and_says_why(op: str) -> None:
+    assert dispatch.choose(op, "auto", CPU) == ("reference", "no triton kernel for this op yet")
+    assert dispatch.choose(op, "reference", "cpu")[0] == "reference"
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_a_backend_asked_for_never_falls_back(op: str) -> None:
+    with pytest.raises(ValueError, match=f"'triton' cannot run {op} on cpu: no triton") as caught:
+        dispatch.choose(op, "triton", CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_listed_backend_has_its_module() -> None:
+    for op, backends in dispatch.OPS.items():
+        assert "reference" in backends
+        assert callable(getattr(dispatch.implementation(op, CPU), op))
+
+
+def test_table_lists_every_op() -> None:
+    rows = dispatch.table("auto", CPU)
+    assert [row[0] for row in rows] == list(dispatch.OPS)
+    assert {row[1] for row in rows} == {"reference"}
+
+
+def test_a_listed_kernel_still_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dispatch.OPS, "norm_gate", ("reference", "triton"))
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    backend, reason = dispatch.choose("norm_gate", "auto", CPU)
+    assert backend == "reference" and "needs a GPU" in reason
+    with pytest.raises(ValueError, match="needs a GPU"):
+        dispatch.choose("norm_gate", "triton", CPU)
+    assert dispatch.choose("norm_gate", "auto", "cuda")[0] == "triton"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert dispatch.choose("norm_gate", "triton", CPU) == ("triton", "asked for")
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
+    assert dispatch.choose("norm_gate", "auto", "cuda") == ("reference", "triton is not installed")
+
+
+def test_use_and_set_default_reach_the_ops() -> None:
+    x = torch.ones(2, 3)
+
+    def call() -> torch.Tensor:
+        return norm_gate(x, torch.ones(3), x, eps=1e-5)
+
+    with dispatch.use("reference"):
+        call()
+        with dispatch.use("auto", norm_gate="triton"), pytest.raises(ValueError, match="triton"):
+            call()
+        call()
+    dispatch.set_default("triton")
+    try:
+        with pytest.raises(ValueError, match="norm_gate"):
+            call()
+        with dispatch.use(norm_gate="reference"):
+            call()
+    finally:
+        dispatch.set_default()
+    call()
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown op 'conv'; the ops are delta_rule"):
+        dispatch.choose("conv", "auto", CPU)
+    with pytest.raises(ValueError, match=r"unknown kernel backend 'cuda'; use one of auto, ref"):
+        dispatch.choose("delta_rule", "cuda", CPU)
+    with pytest.raises(ValueError, match="unknown op"), dispatch.use("auto", conv="reference"):
+        pass
