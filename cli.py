@@ -14,7 +14,6 @@ import typer
 from ltconvert import __version__
 from ltconvert import cli_output as output
 from ltconvert.cli_session import Session, run, with_session
-from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
     from ltconvert.recipes.schema import Recipe
@@ -150,15 +149,14 @@ def evaluate(
     overrides: Overrides = None,
 ) -> None:
     """Score a teacher, a student, or both side by side with recovery and standard errors."""
-    from ltconvert import cli_run
+    from ltconvert import cli_eval
 
-    if teacher is None and student is None:
-        raise UserError("eval needs --teacher, --student or both")
-    extra = [f"eval.tasks={tasks}"] if tasks is not None else []
-    extra += [f"eval.task_limit={limit}"] if limit is not None else []
-    cli_run.evaluate(
-        session, teacher, student, (budget, data, [*extra, *(overrides or [])]), task_path, out
-    )
+    extra = [] if tasks is None else [f"eval.tasks={tasks}"]
+    extra += [] if limit is None else [f"eval.task_limit={limit}"]
+    options = {} if data is None else {"data": {"source": data}}
+    models = cli_eval.find(teacher, student)
+    recipe = cli_eval.recipe_of(models, budget, options, [*extra, *(overrides or [])])
+    cli_eval.run(session, models, recipe, task_path, out)
 
 
 @app.command()

@@ -32,12 +32,28 @@ def distill(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
 ) -> None:
     """All stages, evaluation and report; with `--json` the rows of the table on stdout."""
+    from ltconvert.distill.evaluate import evaluate_run
+    from ltconvert.distill.report import show_evaluation
+
     start = _begin(session, recipe, teacher_name, out, revision)
     result = _pipeline(start)
-    start.log.say(f"student: {result.student_dir}")
     start.log.close()
-    if session.json and is_main_process():
-        output.print_json(_document(result, start.run_dir))
+    if not is_main_process():
+        return
+    found = evaluate_run(
+        start.run_dir,
+        start.teacher,
+        result.student,
+        recipe,
+        start.log,
+        precision=result.precision,
+    )
+    if session.json:
+        output.print_json(_document(result, start.run_dir) | {"evaluation": found})
+        return
+    output.print_line(show_evaluation(start.run_dir))
+    output.print_line(f"student: {result.student_dir}")
+    output.print_line(f"report: {start.run_dir / 'report.md'} and {start.run_dir / 'report.html'}")
 
 
 def select_layers(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 
 
@@ -120,7 +121,7 @@ def count(module: nn.Module) -> int:
 
 
 def _layer_facts(
-    config: LT2Config, block: nn.Module, layer: int, visits: int, itemsize: int
+    config: LT2Config, block: DecoderLayer, layer: int, visits: int, itemsize: int
 ) -> LayerFacts:
     assert config.mixers is not None
     kind = config.mixers[layer]

@@ -168,7 +168,8 @@ def _train_group(
     objective = AlignObjective(inputs.teacher.model, inputs.student, layers, lr=settings.lr)
     # A checkpoint holds what calibration changed.
     if settings.calibrate and not clean_up(folder):
-        rows = islice(inputs.stream(settings), CALIBRATION_BATCHES)
+        # The same rows in every process, so that all start from the same mixers.
+        rows = islice(inputs.stream(settings, own=False), CALIBRATION_BATCHES)
         batches = [batch.to(inputs.device) for batch in rows]
         with inputs.autocast():
             calibrate(inputs.teacher.model, inputs.student, batches, layers)

@@ -82,12 +82,11 @@ def check_owner(run_dir: Path, recipe: Recipe, teacher: Teacher, precision: str)
         "precision": precision,
     }
     then = _read_owner(path)
-    if then is None:
-        if is_main_process():
-            write_json(path, now)
-        wait_for_everyone()
-        return
-    difference = first_difference(then, now)
+    # All have read before one writes: what a process finds must not depend on who is faster.
+    wait_for_everyone()
+    if then is None and is_main_process():
+        write_json(path, now)
+    difference = first_difference(then or now, now)
     if difference is not None:
         name, before, after = difference
         raise UserError(

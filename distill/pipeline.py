@@ -39,6 +39,7 @@ from ltconvert.distill.records import (
     StageRecord,
     clear_disk_errors,
     is_main_process,
+    join_processes,
     read_record,
     versions,
     wait_for_everyone,
@@ -112,6 +113,7 @@ class Pipeline:
             record = read_record(self.shelf.folder(stage)) or StageRecord(stage, "new", depends_on)
             check_same_run(self.shelf.run_dir, stage, record.depends_on, depends_on)
             self.records[stage] = record
+        wait_for_everyone()  # nobody writes a record that another has yet to read
         layers, num_layers = self.recipe.student.full_layers, self.teacher.spec.num_layers
         settled = isinstance(layers, list) or self.recipe.student.mixer == "full"
         if settled or self.recipe.select.enabled:
@@ -182,7 +184,9 @@ class Pipeline:
             student = self._hybrid(result.student)
         else:
             student = result.student.float().eval().requires_grad_(False)
-            self.shelf.save(student, stage, self._provenance(stage))
+            if is_main_process():
+                self.shelf.save(student, stage, self._provenance(stage))
+            wait_for_everyone()
         self._finish(record, student, result.facts, began)
         self.shelf.clear_checkpoints(stage)
         if stage == "longctx":
@@ -247,8 +251,10 @@ class Pipeline:
         names = [START, *STAGES]
         later = [read_record(self.shelf.folder(name)) for name in names[names.index(last) + 1 :]]
         hashes = {fingerprint(record.depends_on) for record in later if record and record.finished}
-        if self.shelf.final_hash() not in hashes | {fingerprint(self.records[last].depends_on)}:
+        wanted = hashes | {fingerprint(self.records[last].depends_on)}
+        if is_main_process() and self.shelf.final_hash() not in wanted:
             self.shelf.save_final(student, self._provenance(last))
+        wait_for_everyone()
         self.shelf.drop(self.planned)
 
     def _provenance(self, stage: str) -> dict[str, Any]:
@@ -292,6 +298,7 @@ def run(
     device = torch.device(device) if device is not None else teacher.model.device
     if teacher.tokenizer is None:
         raise UserError(f"teacher {teacher.name} has no tokenizer; text cannot be tokenised")
+    join_processes(device)
     with clear_disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         if precision == "auto":

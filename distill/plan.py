@@ -16,10 +16,10 @@ import torch
 from ltconvert.convert.inspect import ModelFacts
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.distill.planning.disk import peak_disk, stage_disk
+from ltconvert.distill.planning.fit import refuse_disk, refuse_memory
 from ltconvert.distill.planning.machine import Machine, free_disk, measure
 from ltconvert.distill.planning.memory import Parts, stage_memory
 from ltconvert.distill.planning.models import Models, models_of
-from ltconvert.distill.planning.remedies import remedy
 from ltconvert.distill.planning.work import Work, selection_cost, stage_work
 from ltconvert.distill.selection.result import Cost
 from ltconvert.errors import UserError
@@ -134,7 +134,9 @@ def plan(
         free_disk_bytes=None if run_dir is None else free_disk(run_dir),
     )
     if check:
-        refuse_what_cannot_fit(made, recipe, models)
+        for row in made.rows:
+            refuse_memory(row.stage, recipe, models, precision, made.device, machine.free_bytes)
+        refuse_disk(made.disk_bytes, made.free_disk_bytes)
     return made
 
 
@@ -143,44 +145,6 @@ def stages_of(recipe: Recipe) -> list[str]:
     converts = recipe.student.mixer != "full"
     wanted = [stage for stage in STAGES if getattr(recipe, stage).enabled]
     return [stage for stage in wanted if converts or stage not in ("align", "select")]
-
-
-def refuse_what_cannot_fit(made: Plan, recipe: Recipe, models: Models) -> None:
-    """Compare the plan with what there is.
-
-    Raises:
-        UserError: names the stage, what it needs, what there is, and the setting that would help.
-    """
-    free = made.machine.free_bytes
-    for row in made.rows:
-        if row.peak_bytes <= free:
-            continue
-
-        def fits(changed: Recipe, stage: str = row.stage) -> bool:
-            return sum(stage_memory(stage, changed, models, made.precision).values()) <= free
-
-        words = remedy(row.stage, recipe, fits)
-        largest = max(row.memory, key=lambda name: row.memory[name])
-        helps = (
-            f"it fits with {words}"
-            if words
-            else f"no setting of the stage is enough (most of it is {largest}): "
-            "choose a smaller teacher or a device with more memory"
-        )
-        raise UserError(
-            f"stage {row.stage} needs about {gib(row.peak_bytes)}, "
-            f"{made.device} has {gib(free)} free; {helps}"
-        )
-    if made.free_disk_bytes is not None and made.disk_bytes > made.free_disk_bytes:
-        raise UserError(
-            f"the run writes up to {gib(made.disk_bytes)}, its disk has "
-            f"{gib(made.free_disk_bytes)} free; choose an --out folder on a larger disk"
-        )
-
-
-def gib(size: float) -> str:
-    """Bytes as `1.5 GiB`, or `12 MiB` below a tenth of that."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.0f} MiB"
 
 
 def _row(

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 
 from ltconvert.distill.processes import rank_and_world
@@ -105,10 +106,16 @@ def is_main_process() -> bool:
     return rank_and_world()[0] == 0
 
 
-def wait_for_everyone() -> None:
-    """Let all processes of a run meet."""
+def join_processes(device: torch.device) -> None:
+    """Connect the processes of a run; before anything else asks accelerate for its state."""
     if rank_and_world()[1] > 1:
-        PartialState().wait_for_everyone()
+        PartialState(cpu=device.type == "cpu")
+
+
+def wait_for_everyone() -> None:
+    """Let all processes of a run meet; nothing before ``join_processes``, or in a single one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
 
 
 @contextmanager

@@ -48,13 +48,14 @@ def run(settings: SelectSettings, inputs: StageInputs, stage_dir: Path) -> Stage
     path = stage_dir / SELECTION_FILE
     wanted = identity(settings, inputs)
     selection = _finished(path, wanted)
+    wait_for_everyone()  # all have looked before one writes
     if selection is None:
         selection = choose(settings, inputs, stage_dir)
         selection.settings = wanted
         if is_main_process():
             selection.save(path)
             Progress(stage_dir / PARTIAL_FILE, {}).clear()
-        wait_for_everyone()
+    wait_for_everyone()
     chosen = ", ".join(map(str, selection.chosen)) or "none"
     inputs.log.say(f"select: {selection.keep} of {selection.num_layers} layers stay full: {chosen}")
     facts = {
@@ -132,7 +133,7 @@ def make_probe(settings: SelectSettings, inputs: StageInputs, stage_dir: Path, k
     teacher, student = inputs.teacher.model, inputs.student
     if inputs.precision == "bf16":
         teacher, student = (frozen_copy(model, torch.bfloat16) for model in (teacher, student))
-    return Probe(
+    probe = Probe(
         teacher=teacher,
         student=student,
         keep=keep,
@@ -142,6 +143,8 @@ def make_probe(settings: SelectSettings, inputs: StageInputs, stage_dir: Path, k
         stage_dir=stage_dir,
         inputs=inputs,
     )
+    wait_for_everyone()  # all have read the partial scores before one writes some
+    return probe
 
 
 def read_batches(settings: SelectSettings, inputs: StageInputs) -> list[Batch]:

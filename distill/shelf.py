@@ -17,7 +17,7 @@ import torch
 
 from ltconvert.convert.checkpoint import load_student, read_provenance, save_student
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.distill.records import is_main_process, wait_for_everyone
+from ltconvert.distill.records import is_main_process
 from ltconvert.distill.resume import CHECKPOINT
 from ltconvert.distill.stage import STUDENT_FOLDER
 from ltconvert.errors import UserError
@@ -27,7 +27,7 @@ KEPT = "align"  # the stage whose student is never deleted
 
 @dataclass
 class Shelf:
-    """The students of one run folder; only the first process writes."""
+    """The students of one run folder; of several processes only the first may save."""
 
     run_dir: Path
     tokenizer: Any
@@ -48,16 +48,11 @@ class Shelf:
 
     def save(self, student: LT2ForCausalLM, stage: str, provenance: Mapping[str, Any]) -> None:
         """Keep a stage's student."""
-        self._write(student, self.folder(stage) / STUDENT_FOLDER, provenance)
+        save_student(student, self.tokenizer, self.folder(stage) / STUDENT_FOLDER, provenance)
 
     def save_final(self, student: LT2ForCausalLM, provenance: Mapping[str, Any]) -> None:
         """Make a student the run's result."""
-        self._write(student, self.final, provenance)
-
-    def _write(self, student: LT2ForCausalLM, folder: Path, provenance: Mapping[str, Any]) -> None:
-        if is_main_process():
-            save_student(student, self.tokenizer, folder, provenance)
-        wait_for_everyone()
+        save_student(student, self.tokenizer, self.final, provenance)
 
     def load(self, stage: str, stage_hash: str) -> LT2ForCausalLM:
         """The student that a finished stage left, in fp32.

@@ -45,9 +45,9 @@ class StageInputs:
     device: torch.device
     seed: int = 0
 
-    def stream(self, settings: TrainSettings) -> PackedStream:
-        """This process's training rows for a stage, from the beginning."""
-        rank, world = rank_and_world()
+    def stream(self, settings: TrainSettings, *, own: bool = True) -> PackedStream:
+        """A stage's training rows from the beginning: this process's ``own``, or all of them."""
+        rank, world = rank_and_world() if own else (0, 1)
         return PackedStream(
             self.recipe.data,
             self.tokenizer,

@@ -8,6 +8,7 @@ where it came from and the nearest key that exists.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -71,16 +72,22 @@ def resolve(
     overrides: Iterable[str] = (),
 ) -> Recipe:
     """The recipe `reference` with `budget`, `options`, `overrides` ("a.b=c") over it, in turn."""
-    merged: dict[str, Any] = {"name": Path(reference).stem}
     loaded = load(reference)
     check_known(loaded, where=f"recipe {reference}")
-    _merge(merged, loaded)
-    if budget is not None:
-        _merge(merged, budget_settings(budget))
-    _merge(merged, options or {})
-    for override in overrides:
-        _merge(merged, parse_override(override))
-    return validate(merged, where=f"recipe {reference}")
+    merged = {"name": Path(reference).stem} | loaded
+    return _laid_over(merged, budget, options, overrides, where=f"recipe {reference}")
+
+
+def adjust(
+    recipe: Recipe,
+    *,
+    budget: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    overrides: Iterable[str] = (),
+) -> Recipe:
+    """A resolved recipe with further settings laid over it, in the order of `resolve`."""
+    where = f"recipe {recipe.name}"
+    return _laid_over(recipe.model_dump(mode="json"), budget, options, overrides, where=where)
 
 
 def validate(mapping: Mapping[str, Any], *, where: str) -> Recipe:
@@ -125,6 +132,24 @@ def parse_override(text: str) -> dict[str, Any]:
         leaf = leaf[part]
     leaf[path[-1]] = _parse_value(value, lists(path))
     return nested
+
+
+def _laid_over(
+    base: dict[str, Any],
+    budget: str | None,
+    options: Mapping[str, Any] | None,
+    overrides: Iterable[str],
+    *,
+    where: str,
+) -> Recipe:
+    """`base` with the rest laid over it, as a Recipe."""
+    merged = copy.deepcopy(base)
+    if budget is not None:
+        _merge(merged, budget_settings(budget))
+    _merge(merged, options or {})
+    for override in overrides:
+        _merge(merged, parse_override(override))
+    return validate(merged, where=where)
 
 
 def _parse_value(text: str, field_lists: Lists) -> Any:

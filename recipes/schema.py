@@ -140,7 +140,7 @@ class SelectSettings(Settings):
     enabled: bool = Field(True, description="run this stage")
     method: Method = Field("kl-fast", description="how layers are ranked")
     direction: Literal["restore", "remove", "both"] = Field(
-        "both",
+        "remove",
         description=(
             "kl-fast: restore one layer in the linear student, remove one from the teacher,"
             " or the mean rank of both"
@@ -204,6 +204,9 @@ class EvalSettings(Settings):
         8, ge=0, description="held-out prompts continued by teacher and student"
     )
     generation_tokens: int = Field(48, gt=0, description="new tokens a prompt")
+    decode_contexts_tokens: list[PositiveInt] = Field(
+        [1024, 4096], description="contexts at which decode speed and cache size are measured"
+    )
     tasks: list[str] = Field(["ltconvert_offline"], description="lm-eval task names")
     task_limit: int | None = Field(None, gt=0, description="documents a task")
 

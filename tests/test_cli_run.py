@@ -65,10 +65,11 @@ def case(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
         "eval": {
             "heldout_tokens": 256,
             "heldout_seq_len_tokens": 64,
-            "recall_lengths_tokens": [160],
+            "recall_lengths_tokens": [256],
             "recall_examples": 2,
             "generation_prompts": 1,
             "generation_tokens": 4,
+            "decode_contexts_tokens": [16],
             "tasks": [],
         },
     }
@@ -168,6 +169,34 @@ def test_plan_refuses_what_cannot_fit(case: Path, capsys: pytest.CaptureFixture[
     line = capsys.readouterr().err
     assert "logits" in line
     assert "GiB" in line
+
+
+def test_eval(
+    case: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both models, the teacher found by the student's provenance; then each alone."""
+    shared = ["--device", "cpu", "--precision", "fp32"]
+    out = ["--out", str(tmp_path / "both")]
+    call = ["eval", "--student", str(finished), *shared, *out]
+    assert run(app, [*call, "--tasks", "ltconvert_offline", "--limit", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document["models"]) == {"teacher", "student"}
+    recorded = json.loads((finished / "evaluation.json").read_text())["parts"]
+    assert document["parts"]["heldout"] == recorded["heldout"]
+    assert document["parts"]["tasks"]["rows"]
+    assert (tmp_path / "both" / "report.html").is_file()
+    recipe_data = ["--data", str(case / "text.jsonl"), "--set", "eval.recall_lengths_tokens=256"]
+    small = [*recipe_data, "--set", "eval.heldout_tokens=64", "--set", "eval.tasks=[]"]
+    small += ["--set", "eval.heldout_seq_len_tokens=32", "--set", "eval.recall_examples=1"]
+    small += ["--set", "eval.decode_contexts_tokens=8"]
+    teacher = ["eval", "--teacher", str(case / "teacher"), *shared, *small]
+    assert run(app, [*teacher, "--out", str(tmp_path / "teacher")]) == 0
+    assert "report" in capsys.readouterr().out
+
+
+def test_eval_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(app, ["eval", "--student", str(tmp_path / "none")]) == 2
+    assert "no such folder" in capsys.readouterr().err
 
 
 def test_inspect(case: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

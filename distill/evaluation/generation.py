@@ -5,6 +5,7 @@ Shape letters: B prompts, P prompt tokens, G generated tokens, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -53,10 +54,8 @@ def generation_agreement(
         student would also have chosen there), each of the last three with ``<name>_stderr`` over
         prompts, and ``examples``: prompt and both texts.
     """
-    rows = [
-        _compare(teacher, student, prompt_P[None], new_tokens, precision)
-        for prompt_P in prompts_BP.to(teacher.device)
-    ]
+    prompts_BP = prompts_BP.to(teacher.device)
+    rows = _compare(teacher, student, prompts_BP, new_tokens, precision) if len(prompts_BP) else []
     result: dict[str, Any] = {"prompts": len(rows), "tokens": new_tokens}
     for name in ("common_prefix", "equal_share", "followed_share"):
         values = [row[name] for row in rows]
@@ -71,37 +70,58 @@ def generation_agreement(
 
 
 def _compare(
-    teacher: Any, student: Any, prompt_1P: Tensor, new_tokens: int, precision: str
-) -> dict[str, Any]:
-    target, own = (_continue(model, prompt_1P, new_tokens, precision) for model in (teacher, student))
-    equal = [a == b for a, b in zip(target, own, strict=False)]
-    longest = max(len(target), len(own), 1)
-    whole_1T = torch.cat([prompt_1P[0], prompt_1P.new_tensor(target)])[None]
-    with autocast(prompt_1P.device, precision):
-        logits = student(input_ids=whole_1T, logits_to_keep=len(target) + 1, use_cache=False).logits
-    choice_G = logits[0, :-1].argmax(-1).tolist()
-    followed = [a == b for a, b in zip(target, choice_G, strict=True)]
-    return {
-        "prompt": prompt_1P[0].tolist(),
-        "teacher": target,
-        "student": own,
-        "common_prefix": equal.index(False) if False in equal else len(equal),
-        "equal_share": sum(equal) / longest,
-        "followed_share": sum(followed) / max(len(followed), 1),
-    }
+    teacher: Any, student: Any, prompts_BP: Tensor, new_tokens: int, precision: str
+) -> list[dict[str, Any]]:
+    """One row a prompt: token ids of prompt and continuations, and how far these agree."""
+    target_BG = _continue(teacher, prompts_BP, new_tokens, precision)
+    own_BG = _continue(student, prompts_BP, new_tokens, precision)
+    whole_BT = torch.cat([prompts_BP, target_BG], dim=1)
+    keep = target_BG.shape[1] + 1
+    with autocast(prompts_BP.device, precision):
+        logits = student(input_ids=whole_BT, logits_to_keep=keep, use_cache=False).logits
+    choice_BG = logits[:, :-1].argmax(-1)
+    rows = []
+    for index, prompt_P in enumerate(prompts_BP):
+        target, own = _until_end(target_BG[index], teacher), _until_end(own_BG[index], student)
+        equal = [a == b for a, b in zip(target, own, strict=False)]
+        followed = [a == b for a, b in zip(target, choice_BG[index].tolist(), strict=False)]
+        rows.append(
+            {
+                "prompt": prompt_P.tolist(),
+                "teacher": target,
+                "student": own,
+                "common_prefix": equal.index(False) if False in equal else len(equal),
+                "equal_share": sum(equal) / max(len(target), len(own), 1),
+                "followed_share": sum(followed) / max(len(followed), 1),
+            }
+        )
+    return rows
 
 
-def _continue(model: Any, prompt_1P: Tensor, new_tokens: int, precision: str) -> list[int]:
-    """Greedy tokens up to and including the first end token."""
-    with autocast(prompt_1P.device, precision):
+def _continue(model: Any, prompts_BP: Tensor, new_tokens: int, precision: str) -> Tensor:
+    """Greedy tokens [B, G]; after an end token a row holds padding."""
+    with autocast(prompts_BP.device, precision):
         out = model.generate(
-            input_ids=prompt_1P,
-            attention_mask=torch.ones_like(prompt_1P),
+            input_ids=prompts_BP,
+            attention_mask=torch.ones_like(prompts_BP),
             max_new_tokens=new_tokens,
             do_sample=False,
             use_cache=True,
+            pad_token_id=_ends(model)[0] if _ends(model) else 0,
         )
-    return out[0, prompt_1P.shape[1] :].tolist()
+    return out[:, prompts_BP.shape[1] :]
+
+
+def _ends(model: Any) -> list[int]:
+    ends = model.generation_config.eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def _until_end(ids_G: Tensor, model: Any) -> list[int]:
+    """A continuation up to and including its first end token."""
+    ids = ids_G.tolist()
+    stops = [index for index, token in enumerate(ids) if token in _ends(model)]
+    return ids[: stops[0] + 1] if stops else ids
 
 
 @torch.inference_mode()
@@ -124,6 +144,9 @@ def decode_speed(
     Returns:
         One ``{"context", "ms_per_token", "tokens_per_second", "cache_bytes"}`` a context.
     """
+    if precision == "bf16" and model.dtype != torch.bfloat16:
+        # As a model is deployed: autocast would convert every weight again for each token.
+        model = copy.deepcopy(model).to(torch.bfloat16)
     limit = getattr(model.config, "max_position_embeddings", None)
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -131,32 +154,35 @@ def decode_speed(
         if limit is not None and context + steps + WARM_UP_STEPS > limit:
             continue
         ids_1T = torch.randint(0, model.config.vocab_size, (1, context), generator=generator)
-        seconds, cache_bytes = _time_steps(model, ids_1T.to(model.device), steps, precision)
+        seconds, size = _time_steps(model, ids_1T.to(model.device), steps)
         found.append(
             {
                 "context": context,
                 "ms_per_token": 1000 * seconds,
                 "tokens_per_second": 1 / seconds,
-                "cache_bytes": cache_bytes,
+                "cache_bytes": size,
             }
         )
     return found
 
 
-def _time_steps(model: Any, ids_1T: Tensor, steps: int, precision: str) -> tuple[float, int]:
-    """``(median seconds a step, bytes of the cache after the context)``."""
-    times = []
-    with autocast(ids_1T.device, precision):
-        cache = model(input_ids=ids_1T, use_cache=True, logits_to_keep=1).past_key_values
-        size = cache_bytes(cache)
-        token_11 = ids_1T[:, -1:]
-        for _ in range(WARM_UP_STEPS + steps):
-            _synchronise(ids_1T.device)
-            began = time.perf_counter()
-            output = model(input_ids=token_11, past_key_values=cache, use_cache=True)
-            token_11 = output.logits[:, -1:].argmax(-1)
-            _synchronise(ids_1T.device)
-            times.append(time.perf_counter() - began)
+def _time_steps(model: Any, ids_1T: Tensor, steps: int) -> tuple[float, int]:
+    """``(median seconds a step, bytes of the cache after the warm-up)``."""
+    times, size = [], 0
+    output = model(input_ids=ids_1T, use_cache=True, logits_to_keep=1)
+    # transformers 5.2x renamed it.
+    name = "cache" if getattr(output, "cache", None) is not None else "past_key_values"
+    cache = getattr(output, name)
+    token_11 = ids_1T[:, -1:]
+    for step in range(WARM_UP_STEPS + steps):
+        if step == WARM_UP_STEPS:
+            size = cache_bytes(cache)
+        _synchronise(ids_1T.device)
+        began = time.perf_counter()
+        output = model(input_ids=token_11, use_cache=True, **{name: cache})
+        token_11 = output.logits[:, -1:].argmax(-1)
+        _synchronise(ids_1T.device)
+        times.append(time.perf_counter() - began)
     return statistics.median(times[WARM_UP_STEPS:]), size
 
 

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ltconvert.distill.evaluation.statistics import recovery
 from ltconvert.distill.evaluation.task_files import load_tasks
+from ltconvert.distill.evaluation.task_scores import summarise
 from ltconvert.errors import UserError
 
-GUESSED = ("acc", "acc_norm", "acc_bytes")  # metrics whose value under guessing is 1 / choices
-NEVER_GUESSED = ("exact_match", "em", "f1")  # metrics in [0, 1] that guessing leaves at 0
 BOOTSTRAP_ROUNDS = 100  # only for metrics without a closed form
 SEED = 1234  # lm-eval's own default
 
@@ -64,28 +62,6 @@ def run_tasks(
     return summarise(results)
 
 
-def compare(teacher: dict[str, Any] | None, student: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a task and metric: both scores, the random guess, and recovery, with standard errors.
-
-    Recovery is given for bounded metrics where higher is better (accuracies, exact matches).
-    """
-    rows = []
-    for task, scores in student.items():
-        for metric, own in scores["metrics"].items():
-            other = ((teacher or {}).get(task) or {"metrics": {}})["metrics"].get(metric)
-            row = {"task": task, "metric": metric, "group": scores["group"], "random": own["random"]}
-            row |= {"samples": scores["samples"], "student": own["value"], "student_stderr": own["stderr"]}
-            row |= {"teacher": None, "teacher_stderr": None, "recovery": None, "recovery_stderr": None}
-            if other is not None:
-                row |= {"teacher": other["value"], "teacher_stderr": other["stderr"]}
-                if own["random"] is not None:
-                    row["recovery"], row["recovery_stderr"] = recovery(
-                        own["value"], other["value"], own["random"], own["stderr"], other["stderr"]
-                    )
-            rows.append(row)
-    return rows
-
-
 def _resolve(model: Any, tokenizer: Any | None) -> tuple[Any, Any]:
     if isinstance(model, str | Path):
         from ltconvert.convert.teachers.load import load_teacher
@@ -98,9 +74,14 @@ def _resolve(model: Any, tokenizer: Any | None) -> tuple[Any, Any]:
 
 
 def _evaluate(
-    model: Any, tokenizer: Any, loaded: list[Any], limit: int | None, batch_size: int, precision: str
+    model: Any,
+    tokenizer: Any,
+    loaded: list[Any],
+    limit: int | None,
+    batch_size: int,
+    precision: str,
 ) -> dict[str, Any]:
-    """lm-eval's results. ``simple_evaluate`` would also look for git, pip and the model's hub entry."""
+    """lm-eval's results. Its ``simple_evaluate`` would also ask git, pip and the hub about them."""
     from lm_eval import evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -128,96 +109,14 @@ def _evaluate(
 
 
 def _starts_with_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer itself puts BOS before a text (Gemma, Llama), which lm-eval else leaves out."""
+    """Whether the tokenizer puts BOS before a text (Gemma, Llama); lm-eval by itself would not."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
 
 
-def summarise(results: dict[str, Any]) -> dict[str, Any]:
-    """lm-eval's results in the form of ``run_tasks``."""
-    guesses = {name: _guess(name, results) for name in results["configs"]}
-    counts = {name: len(_documents(results, name)) for name in results["configs"]}
-    members = {name: children for name, children in results.get("group_subtasks", {}).items() if children}
-    found = {}
-    for name, values in results["results"].items():
-        leaves = _leaves(name, members)
-        metrics = _metrics(values)
-        if not metrics:
-            continue
-        higher = results.get("higher_is_better", {}).get(name) or {}
-        guess = [guesses[leaf] for leaf in leaves if guesses.get(leaf) is not None]
-        found[name] = {
-            "metrics": {
-                metric: {
-                    "value": value,
-                    "stderr": stderr,
-                    "higher_is_better": higher.get(metric.split(",")[0]),
-                    "random": _random(metric.split(",")[0], guess),
-                }
-                for metric, (value, stderr) in metrics.items()
-            },
-            "samples": sum(counts.get(leaf, 0) for leaf in leaves),
-            "group": name in members,
-        }
-    return found
-
-
-def _leaves(name: str, members: dict[str, list[str]]) -> list[str]:
-    """The tasks of a group, groups inside it resolved; a task is its own."""
-    if name not in members:
-        return [name]
-    return [leaf for child in members[name] for leaf in _leaves(child, members)]
-
-
-def _metrics(values: dict[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """``{metric: (value, stderr)}``; the filter "none" is left out of the name."""
-    found = {}
-    for key, value in values.items():
-        metric, _, filter_name = key.partition(",")
-        if metric.endswith("_stderr") or not isinstance(value, int | float | np.number) or not filter_name:
-            continue
-        stderr = values.get(f"{metric}_stderr,{filter_name}")
-        shown = metric if filter_name == "none" else key
-        found[shown] = (float(value), float(stderr) if _is_number(stderr) else None)
-    return found
-
-
-def _is_number(value: Any) -> bool:
-    """lm-eval writes "N/A" where it has no standard error."""
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def _documents(results: dict[str, Any], task: str) -> list[dict[str, Any]]:
-    """One sample a document (there is one a filter in lm-eval's list)."""
-    by_id = {sample["doc_id"]: sample for sample in (results.get("samples") or {}).get(task, [])}
-    return list(by_id.values())
-
-
-def _guess(task: str, results: dict[str, Any]) -> float | None:
-    """Expected accuracy of guessing: mean of 1 / choices for multiple choice, 0 for exact answers."""
-    config = results["configs"][task]
-    kind = config.get("output_type")
-    if kind in ("loglikelihood", "generate_until"):
-        return 0.0
-    documents = _documents(results, task)
-    if kind != "multiple_choice" or not documents:
-        return None
-    metrics = {metric.get("metric") for metric in config.get("metric_list") or [{}]}
-    # acc_mutual_info scores every choice a second time, without the context.
-    repeats = 2 if "acc_mutual_info" in metrics else 1
-    return float(np.mean([repeats / len(sample["resps"]) for sample in documents]))
-
-
-def _random(metric: str, guesses: list[float]) -> float | None:
-    """What guessing reaches in a metric of a task, or of a group of tasks."""
-    if metric in GUESSED and guesses:
-        return float(np.mean(guesses))
-    return 0.0 if metric in NEVER_GUESSED else None
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Only errors and, on a terminal, progress bars: nothing on stdout, which may carry a result."""
+    """Progress bars on a terminal, else nothing: stdout may carry the command's result."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -248,5 +147,3 @@ def kept_random_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-

@@ -38,13 +38,14 @@ FILLER = (
 )
 
 KEYS = (
-    "amber", "anchor", "apple", "arrow", "basket", "beacon", "bottle", "bridge", "button", "candle",
-    "canyon", "carpet", "castle", "cedar", "cherry", "circle", "copper", "cotton", "crystal", "desert",
-    "dragon", "eagle", "ember", "falcon", "feather", "forest", "garden", "ginger", "glacier", "granite",
-    "hammer", "harbor", "hazel", "honey", "island", "ivory", "jacket", "jungle", "kettle", "ladder",
-    "lantern", "lemon", "magnet", "maple", "marble", "meadow", "mirror", "needle", "ocean", "olive",
-    "orchid", "pepper", "pillow", "planet", "pocket", "rabbit", "ribbon", "river", "saddle", "silver",
-    "spider", "temple", "thunder", "tiger", "tunnel", "velvet", "violet", "walnut", "window", "winter",
+    "amber", "anchor", "apple", "arrow", "basket", "beacon", "bottle", "bridge", "button",
+    "candle", "canyon", "carpet", "castle", "cedar", "cherry", "circle", "copper", "cotton",
+    "crystal", "desert", "dragon", "eagle", "ember", "falcon", "feather", "forest", "garden",
+    "ginger", "glacier", "granite", "hammer", "harbor", "hazel", "honey", "island", "ivory",
+    "jacket", "jungle", "kettle", "ladder", "lantern", "lemon", "magnet", "maple", "marble",
+    "meadow", "mirror", "needle", "ocean", "olive", "orchid", "pepper", "pillow", "planet",
+    "pocket", "rabbit", "ribbon", "river", "saddle", "silver", "spider", "temple", "thunder",
+    "tiger", "tunnel", "velvet", "violet", "walnut", "window", "winter",
 )  # fmt: skip
 
 STATEMENT = "The secret number of the {key} is {value}."

@@ -74,13 +74,14 @@ def heldout_scores(
 
 def describe(scores: dict[str, Any]) -> str:
     """One line for a log."""
-    text = f"held-out text, {scores['tokens']:,} tokens: teacher perplexity {scores['teacher_ppl']:.2f}"
-    if "kl" not in scores:
-        return text
-    return (
-        f"{text}, student {scores['student_ppl']:.2f}, KL {scores['kl']:.4f} nats a token, "
-        f"top-1 agreement {scores['agreement']:.1%}"
-    )
+    parts = [
+        f"{who} perplexity {scores[f'{who}_ppl']:.2f}"
+        for who in ("teacher", "student")
+        if f"{who}_ppl" in scores
+    ]
+    if "kl" in scores:
+        parts += [f"KL {scores['kl']:.4f} nats a token", f"agreement {scores['agreement']:.1%}"]
+    return f"held-out text, {scores['tokens']:,} tokens: {', '.join(parts)}"
 
 
 def last_hidden(model: LT2ForCausalLM, batch: Batch) -> Tensor:
@@ -93,7 +94,7 @@ def last_hidden(model: LT2ForCausalLM, batch: Batch) -> Tensor:
 def _score_batch(
     teacher: LT2ForCausalLM, student: LT2ForCausalLM | None, batch: Batch, precision: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(counts_B, sums_QB, [2, B, buckets] kl sums and counts by position)`` of one batch, fp64."""
+    """``(counts_B, sums_QB, kl sums and counts by position [2, B, buckets])``, fp64, on the CPU."""
     device = teacher.device
     batch = batch.to(device)
     scored_BT = batch.labels_BT >= 0

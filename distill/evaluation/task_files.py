@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ltconvert.distill.evaluation.offline_tasks import FOLDER
 from ltconvert.errors import UserError
 
@@ -22,24 +24,42 @@ def load_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> 
     Raises:
         UserError: an unknown name, a broken file, or data that cannot be had; one line each.
     """
+    names, files, manager, folders = _find(tasks, include_path)
+    own = [folder.resolve() for folder in folders[1:]]
+    loaded = []
+    for name in names:
+        path = manager.task_index[name].yaml_path
+        mine = path is not None and _inside(path, own) and _is_task(path)
+        loaded += _load(manager, path if mine else name)
+    for path in files:
+        loaded += _load(manager, path)
+    return loaded
+
+
+def check_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> None:
+    """Refuse an unknown task before anything runs; no data is read.
+
+    Raises:
+        UserError: an unknown name, or a file or folder that is not there.
+    """
+    _find(tasks, include_path)
+
+
+def _find(
+    tasks: Sequence[str], include_path: str | Path | None
+) -> tuple[list[str], list[Path], Any, list[Path]]:
+    """``(names, files, lm-eval's TaskManager, folders)``; the first folder is ours."""
     from lm_eval.tasks import TaskManager
 
     folders = [FOLDER] + ([_folder(include_path)] if include_path else [])
     names, files = _sort_out(tasks, folders)
     manager = TaskManager(include_path=folders, include_defaults=False)
-    if not set(names) <= set(manager.all_tasks):
-        # Thousands of files: seconds, so only where a name asks for it.
+    unknown = set(names) - set(manager.all_tasks)
+    if any(not name.startswith("ltconvert_") for name in unknown):
+        # Thousands of files: seconds, so only where a name may be among them.
         manager = TaskManager(include_path=folders, include_defaults=True)
     _check_names(names, manager.all_tasks)
-    own = [folder.resolve() for folder in folders[1:]]
-    loaded = []
-    for name in names:
-        entry = manager.task_index[name]
-        mine = entry.yaml_path is not None and _inside(entry.yaml_path, own)
-        loaded += _load(manager, entry.yaml_path if mine and _is_task(entry.yaml_path) else name)
-    for path in files:
-        loaded += _load(manager, path)
-    return loaded
+    return names, files, manager, folders
 
 
 def _sort_out(tasks: Sequence[str], folders: list[Path]) -> tuple[list[str], list[Path]]:
@@ -48,7 +68,7 @@ def _sort_out(tasks: Sequence[str], folders: list[Path]) -> tuple[list[str], lis
     files: list[Path] = []
     for task in tasks:
         path = Path(task).expanduser()
-        if path.is_dir() and (os.sep in task or not path.name.isidentifier() or _yaml_files(path)):
+        if path.is_dir() and (os.sep in task or _yaml_files(path)):
             found = _names_in(path)
             if not found:
                 raise UserError(f"{path} holds no lm-eval task (.yaml files with a `task:` name)")
@@ -171,7 +191,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _reason(error: Exception) -> str | None:
-    """What a person should know about a task that does not load; None where it is no mistake of theirs."""
+    """Why a task does not load, where a person can mend it; else None."""
     offline = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout"}
     names = {type(cause).__name__ for cause in _causes(error)}
     first = str(error).strip().split("\n")[0][:200]
@@ -179,11 +199,13 @@ def _reason(error: Exception) -> str | None:
         return first
     if names & offline or any(isinstance(cause, ConnectionError) for cause in _causes(error)):
         return (
-            "its data set is on the Hugging Face hub, which cannot be reached; go online (and unset "
-            "HF_HUB_OFFLINE), or use ltconvert_offline or task files with local data"
+            "its data set is on the Hugging Face hub, which cannot be reached; go online (and "
+            "unset HF_HUB_OFFLINE), or use ltconvert_offline or task files with local data"
         )
     if names & {"DatasetNotFoundError", "RepositoryNotFoundError", "GatedRepoError"}:
         return f"the hub does not give its data set: {first}"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"not a YAML file: {error.problem} in line {error.problem_mark.line + 1}"
     if isinstance(error, FileNotFoundError):
         return f"its data is not there: {first}"
     if isinstance(error, ValueError | KeyError | TypeError | ImportError | AttributeError):

@@ -25,8 +25,8 @@ RUNTIME_BYTES = 700 << 20  # interpreter, libraries, or a GPU's context
 _SAVED = {
     ("full", "fp32"): (24, 16, 16),
     ("full", "bf16"): (30, 8, 10),
-    ("gdn", "fp32"): (26, 16, 50),
-    ("gdn", "bf16"): (34, 8, 43),
+    ("gdn", "fp32"): (26, 16, 44),
+    ("gdn", "bf16"): (34, 8, 26),
 }
 _SAVED_SANDWICH, _SAVED_QK_NORM = 16, 16
 _LIVE_FORWARD = 6  # tensors of the widest kind alive in a forward pass that keeps nothing
@@ -77,7 +77,7 @@ def _select(recipe: Recipe, models: Models, precision: str) -> Parts:
     forward = forward_select(settings, models, precision)
     if settings.method != "kl":
         return forward
-    from ltconvert.distill.selection.kl_trained import short_settings
+    from ltconvert.distill.selection.short_training import short_settings
 
     short, _ = short_settings(recipe.logits, settings)
     train = _train(short, models, precision, before=models.mixer_parameters)

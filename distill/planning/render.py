@@ -7,7 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ltconvert.convert.inspect import ModelFacts
-from ltconvert.distill.plan import Plan, StagePlan, gib
+from ltconvert.distill.plan import Plan, StagePlan
+from ltconvert.distill.planning.fit import gib
 from ltconvert.distill.progress import short_number, short_time
 
 _PARTS = ("teacher", "student", "gradients", "optimiser", "activations", "logits")

@@ -15,8 +15,8 @@ from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.planning.machine import Machine
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import batch_shape, most_cost
-from ltconvert.distill.selection.kl_trained import short_settings
 from ltconvert.distill.selection.result import Cost
+from ltconvert.distill.selection.short_training import short_settings
 from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe
 
 # Share of a large matrix product's speed that a model reaches; recurrences, norms and small

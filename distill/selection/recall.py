@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.distill.evaluation.recall import RecallExamples, retrieval_examples
+from ltconvert.distill.evaluation.recall import Kind, RecallExamples, retrieval_examples
 from ltconvert.distill.progress import Bar
 from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.distill.selection.probe import Probe, Stopwatch
@@ -26,7 +26,7 @@ from ltconvert.distill.selection.result import Cost, Scores
 from ltconvert.distill.selection.walk import Inputs, walk, with_mixer
 from ltconvert.errors import UserError
 
-KIND = "multikey"
+KIND: Kind = "multikey"
 
 
 @dataclass

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,13 @@ MORE_POINTS = [
 ]
 
 
-def run_driver(folder: Path, run_dir: Path, points: list[str], sections: dict[str, Any]) -> None:
+def run_driver(
+    folder: Path,
+    run_dir: Path,
+    points: list[str],
+    sections: dict[str, Any],
+    launcher: Sequence[str] = (),
+) -> None:
     environment = os.environ | {
         "CASE_SECTIONS": json.dumps(sections),
         "LTCONVERT_CHECKPOINT_STEPS": "3",
@@ -50,11 +57,32 @@ def run_driver(folder: Path, run_dir: Path, points: list[str], sections: dict[st
     }
     environment.pop("PYTHONSAFEPATH", None)
     subprocess.run(
-        [sys.executable, "-P", pipeline_case.__file__, str(folder), str(run_dir), *points],
+        [
+            sys.executable,
+            "-P",
+            *launcher,
+            pipeline_case.__file__,
+            str(folder),
+            str(run_dir),
+            *points,
+        ],
         env=environment,
         check=True,
         timeout=600,
     )
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_trains(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Each takes half of a step's rows: the same losses but for the order of sums."""
+    pipeline_case.make_case(tmp_path, tiny_tokenizer)
+    sections = {"longctx": {"batch_tokens": 128}}
+    run_driver(tmp_path, tmp_path / "one", [], sections)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run_driver(tmp_path, tmp_path / "two", [], sections, launcher)
+    one, two = (_losses(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert [x[:2] for x in one] == [x[:2] for x in two]
+    assert [x[2] for x in one] == pytest.approx([x[2] for x in two], rel=1e-3)
 
 
 def assert_same_run(one: Path, two: Path) -> None:

@@ -19,10 +19,10 @@ from ltconvert.distill.data import PackedStream
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.runlog import RunLog
-from ltconvert.distill.selection import kl_trained
 from ltconvert.distill.selection.cost import batch_shape, most_cost
-from ltconvert.distill.selection.kl_trained import Curve, outside, ranked, short_settings
+from ltconvert.distill.selection.kl_trained import outside, ranked
 from ltconvert.distill.selection.result import Selection
+from ltconvert.distill.selection.short_training import short_settings, train_layer
 from ltconvert.distill.stage import StageInputs
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import SelectSettings
@@ -189,7 +189,7 @@ def test_trained_kl_is_that_of_a_distillation_written_out(
     probe = select.make_probe(chosen, inputs, tmp_path, keep=1)
     short, steps = short_settings(inputs.recipe.logits, chosen)
     assert (short.seq_len_tokens, steps, short.loop_warmup_share) == (32, 10, 0.0)
-    curve = kl_trained.train_layer(probe, 1, short, steps, points=5, others=[])
+    kls = train_layer(probe, 1, short, steps, 5, lambda _: False)
     student = build_student(inputs.teacher.model, ["gdn"] * 3)
     student.load_state_dict(inputs.student.state_dict())
     restore_full(student, inputs.teacher.model, [1])
@@ -210,8 +210,8 @@ def test_trained_kl_is_that_of_a_distillation_written_out(
         optimiser.step()
         optimiser.zero_grad()
     parts = [(values[i] + values[i + 1]) / 2 for i in range(0, 10, 2)]
-    assert curve.kl == pytest.approx(parts, rel=1e-4)
-    assert curve.kl[-1] != pytest.approx(curve.kl[0], rel=1e-3)
+    assert kls == pytest.approx(parts, rel=1e-4)
+    assert kls[-1] != pytest.approx(kls[0], rel=1e-3)
 
 
 def test_trained_layers_stop_once_they_are_out_and_cost_less(
@@ -232,7 +232,7 @@ def test_trained_layers_stop_once_they_are_out_and_cost_less(
 
 
 def test_a_layer_is_out_when_enough_others_were_better_often_enough() -> None:
-    better, worse, short = Curve([1.0, 1.0, 1.0]), Curve([3.0, 3.0, 3.0]), Curve([1.0])
+    better, worse, short = [1.0, 1.0, 1.0], [3.0, 3.0, 3.0], [1.0]
     assert not outside([2.0], [better], keep=1, stable_rounds=2)
     assert outside([2.0, 2.0], [better], keep=1, stable_rounds=2)
     assert not outside([2.0, 2.0], [worse], keep=1, stable_rounds=2)

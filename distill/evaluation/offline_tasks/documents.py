@@ -57,7 +57,8 @@ def minimal_pairs(documents: int = 200, **_: Any) -> DatasetDict:
 
 def last_words(text: str) -> list[Document]:
     """``context`` and ``answer`` for every long enough sentence that ends in a plain word."""
-    found, before = [], []
+    found: list[Document] = []
+    before: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text):
         for sentence in re.split(r"(?<=[.!?])\s+", " ".join(paragraph.split())):
             words = sentence.split()

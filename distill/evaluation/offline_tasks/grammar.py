@@ -1,4 +1,4 @@
-"""Minimal pairs of English sentences from templates: agreement of verbs, determiners, reflexives."""
+"""Minimal pairs of English sentences from templates: verbs, determiners, reflexives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ PEOPLE = (
 )  # fmt: skip
 # Number first by subject: (singular, plural).
 BE = (("is", "are"), ("was", "were"), ("has been", "have been"))
-STATES = ("on the table", "in the kitchen", "by the door", "behind the house", "missing", "very old")
+STATES = (
+    "on the table",
+    "in the kitchen",
+    "by the door",
+    "behind the house",
+    "missing",
+    "very old",
+)
 VERBS = (("likes", "like"), ("knows", "know"), ("sees", "see"), ("wants", "want"))
 OBJECTS = ("the garden", "a new house", "the old town", "some fresh bread", "the answer")
 PAST = ("praised", "hurt", "blamed", "introduced", "defended")
@@ -53,7 +60,9 @@ def _determiner(rng: random.Random) -> tuple[str, str]:
     number = rng.randint(0, 1)
     determiner = rng.choice((("this", "these"), ("that", "those")))[number]
     person = rng.choice(PEOPLE)[rng.randint(0, 1)]
-    sentence = f"The {person} found {determiner} {{}} {rng.choice(('yesterday', 'again', 'at home'))}."
+    sentence = (
+        f"The {person} found {determiner} {{}} {rng.choice(('yesterday', 'again', 'at home'))}."
+    )
     return _both(sentence, rng.choice(THINGS), number)
 
 

@@ -1,13 +1,63 @@
-"""Which setting makes a stage fit that does not."""
+"""What cannot fit is refused, with the setting that would make it fit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ltconvert.distill.planning.memory import stage_memory
+from ltconvert.distill.planning.models import Models
+from ltconvert.errors import UserError
 from ltconvert.recipes.schema import Recipe, SelectSettings
 
 SHORTEST_ROW = 256
+
+
+def refuse_memory(
+    stage: str, recipe: Recipe, models: Models, precision: str, device: str, free_bytes: int
+) -> None:
+    """Compare a stage's peak with the memory there is.
+
+    Raises:
+        UserError: names the stage, what it needs, what there is, and the setting that would help.
+    """
+
+    def needed(changed: Recipe) -> dict[str, int]:
+        return stage_memory(stage, changed, models, precision)
+
+    parts = needed(recipe)
+    if sum(parts.values()) <= free_bytes:
+        return
+    words = remedy(stage, recipe, lambda changed: sum(needed(changed).values()) <= free_bytes)
+    helps = f"it fits with {words}"
+    if words is None:
+        largest = max(parts, key=lambda name: parts[name])
+        helps = (
+            f"no setting of the stage is enough (most of it is {largest}): "
+            "choose a smaller teacher or a device with more memory"
+        )
+    raise UserError(
+        f"stage {stage} needs about {gib(sum(parts.values()))}, "
+        f"{device} has {gib(free_bytes)} free; {helps}"
+    )
+
+
+def refuse_disk(needed_bytes: int, free_bytes: int | None) -> None:
+    """Compare the run folder at its fullest with the disk; None: the disk is not known.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    if free_bytes is not None and needed_bytes > free_bytes:
+        raise UserError(
+            f"the run writes up to {gib(needed_bytes)}, its disk has {gib(free_bytes)} free; "
+            "choose an --out folder on a larger disk"
+        )
+
+
+def gib(size: float) -> str:
+    """Bytes as `1.5 GiB`, or `12 MiB` below a tenth of that."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.0f} MiB"
 
 
 def remedy(stage: str, recipe: Recipe, fits: Callable[[Recipe], bool]) -> str | None:

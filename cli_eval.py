@@ -1,0 +1,128 @@
+"""`ltconvert eval`: a teacher, a student, or both side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ltconvert import cli_output as output
+from ltconvert.cli_generate import student_folder
+from ltconvert.errors import UserError
+
+if TYPE_CHECKING:
+    from ltconvert.cli_session import Session
+    from ltconvert.recipes.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is to be evaluated.
+
+    Attributes:
+        teacher: a reference that `load_teacher` takes.
+        student: a student's folder.
+        run_dir: the run folder that the student was named by.
+        provenance: of the student.
+    """
+
+    teacher: str | None
+    student: Path | None
+    run_dir: Path | None
+    provenance: Mapping[str, Any]
+
+
+def find(teacher: str | None, student: str | None) -> Models:
+    """The models that `--teacher` and `--student` name; a student brings its own teacher.
+
+    Raises:
+        UserError: neither is given, or the student is no folder.
+    """
+    if teacher is None and student is None:
+        raise UserError("eval needs --teacher, --student or both")
+    if student is None:
+        return Models(teacher, None, None, {})
+    from ltconvert.convert.checkpoint import read_provenance
+
+    folder = Path(student_folder(student))
+    if not folder.is_dir():
+        raise UserError(f"--student {student}: no such folder; give a student or a run folder")
+    provenance = read_provenance(folder)
+    run_dir = Path(student) if folder != Path(student) else None
+    return Models(teacher or _own_teacher(provenance), folder, run_dir, provenance)
+
+
+def _own_teacher(provenance: Mapping[str, Any]) -> str | None:
+    """The reference of the teacher that a student was made from, None when it is not known."""
+    from ltconvert.convert.teachers.packaged import PACKAGED
+
+    teacher = provenance.get("teacher") or {}
+    return teacher.get("name") if teacher.get("name") in PACKAGED else teacher.get("source")
+
+
+def recipe_of(
+    models: Models, budget: str | None, options: Mapping[str, Any], overrides: list[str]
+) -> Recipe:
+    """The student's own recipe, else the defaults, with what the call says laid over it."""
+    from ltconvert import recipes
+    from ltconvert.recipes.schema import Recipe
+
+    own = models.provenance.get("recipe")
+    base = recipes.validate(own, where=f"{models.student}") if own else Recipe(name="eval")
+    return recipes.adjust(base, budget=budget, options=options, overrides=overrides)
+
+
+def run(
+    session: Session, models: Models, recipe: Recipe, task_path: Path | None, out: Path | None
+) -> None:
+    """Measure, write `evaluation.json` and the report, print the tables."""
+    from ltconvert.convert.checkpoint import load_student
+    from ltconvert.convert.teachers.load import load_teacher
+    from ltconvert.distill.evaluate import evaluate
+    from ltconvert.distill.report import build_report, show_evaluation
+    from ltconvert.distill.runlog import RunLog
+
+    device = session.device()
+    session.choose_kernels(device)
+    precision, reason = session.precision(device)
+    folder = out or models.run_dir or default_out(models)
+    log = RunLog(None, json=session.json)
+    log.say(f"device: {device}, precision: {precision} ({reason})")
+    teacher = load_teacher(models.teacher, device=device) if models.teacher else None
+    student = load_student(models.student, device=device) if models.student else None
+    found = evaluate(
+        teacher,
+        student,
+        teacher.tokenizer if teacher else _tokenizer(models),
+        recipe.eval,
+        data=recipe.data,
+        folder=folder,
+        log=log,
+        precision=precision,
+        seed=recipe.seed,
+        include_path=task_path,
+    )
+    build_report(folder)
+    if session.json:
+        output.print_json(found | {"folder": folder})
+        return
+    output.print_line(show_evaluation(folder))
+    output.print_line(f"report: {folder / 'report.md'} and {folder / 'report.html'}")
+
+
+def default_out(models: Models) -> Path:
+    """Where the report of models outside a run folder goes."""
+    name = str(models.student or models.teacher).rstrip("/").rpartition("/")[2]
+    return Path("runs") / f"eval-{name.removesuffix('.gguf')}"
+
+
+def _tokenizer(models: Models) -> Any:
+    """The tokenizer saved beside a student whose teacher is not known."""
+    from ltconvert.convert.teachers.tokenizers import folder_tokenizer
+
+    assert models.student is not None
+    tokenizer = folder_tokenizer(models.student)
+    if tokenizer is None:
+        raise UserError(f"{models.student} has no tokenizer; name its teacher with --teacher")
+    return tokenizer

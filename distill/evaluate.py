@@ -1,0 +1,338 @@
+"""Everything that is measured of a teacher, a student, or both side by side: ``evaluation.json``.
+
+Parts, each written when it is done and not measured again as long as nothing it depends on changes:
+
+- ``heldout``: KL to the teacher, perplexity and agreement on held-out text
+- ``recall``: a hidden number by length and depth, see ``ltconvert.distill.evaluation.recall``
+- ``generation``: greedy continuations against the teacher's
+- ``decode``: time of a token and bytes of the cache by context
+- ``tasks``: lm-eval
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.convert.teachers.load import Teacher, digest
+from ltconvert.distill.data import Batch, heldout_batches
+from ltconvert.distill.evaluation.generation import (
+    decode_speed,
+    generation_agreement,
+    prompts_from,
+)
+from ltconvert.distill.evaluation.lm_eval import quiet, run_tasks
+from ltconvert.distill.evaluation.recall import KINDS, recall_scores, retrieval_examples
+from ltconvert.distill.evaluation.scores import describe, heldout_scores
+from ltconvert.distill.evaluation.task_files import check_tasks
+from ltconvert.distill.evaluation.task_scores import compare
+from ltconvert.distill.records import clear_disk_errors, is_main_process, versions, write_json
+from ltconvert.errors import UserError
+
+if TYPE_CHECKING:
+    from ltconvert.distill.runlog import RunLog
+    from ltconvert.recipes.schema import DataSettings, EvalSettings, Recipe
+
+EVALUATION_FILE = "evaluation.json"
+BATCH_TOKENS = 4096  # tokens of a forward pass
+PROMPT_TOKENS = 64
+TASK_ROWS = 8
+
+
+@dataclass
+class Evaluation:
+    """What is to be measured; ``models`` holds ``teacher``, ``student`` or both, on one device."""
+
+    models: dict[str, LT2ForCausalLM]
+    tokenizer: Any
+    settings: EvalSettings
+    data: DataSettings
+    log: RunLog
+    precision: str
+    seed: int = 0
+    include_path: Path | None = None
+    _batches: list[Batch] | None = field(default=None, repr=False)
+
+    @property
+    def both(self) -> bool:
+        """There is a teacher to compare the student with."""
+        return len(self.models) == 2
+
+    def batches(self) -> list[Batch]:
+        """The fixed held-out rows, read once."""
+        if self._batches is None:
+            length = self.settings.heldout_seq_len_tokens
+            rows = max(1, BATCH_TOKENS // length)
+            wanted = self.settings.heldout_tokens
+            self._batches = heldout_batches(self.data, self.tokenizer, wanted, length, rows)
+        return self._batches
+
+    def each(self, measure: Callable[[LT2ForCausalLM], Any]) -> dict[str, Any]:
+        """``{"teacher": ..., "student": ...}`` of what is there."""
+        return {who: measure(model) for who, model in self.models.items()}
+
+
+def _heldout(job: Evaluation) -> dict[str, Any]:
+    if job.both:
+        models = job.models["teacher"], job.models["student"]
+        return heldout_scores(*models, job.batches(), precision=job.precision)
+    (who, model), *_ = job.models.items()
+    scores = heldout_scores(model, None, job.batches(), precision=job.precision)
+    return {name.replace("teacher", who): value for name, value in scores.items()}
+
+
+def _recall(job: Evaluation) -> dict[str, Any]:
+    settings = job.settings
+    return job.each(
+        lambda model: recall_scores(
+            model,
+            job.tokenizer,
+            settings.recall_lengths_tokens,
+            settings.recall_examples,
+            seed=job.seed,
+            precision=job.precision,
+            batch_tokens=BATCH_TOKENS,
+        )
+    )
+
+
+def _generation(job: Evaluation) -> dict[str, Any] | None:
+    if not job.both or not job.settings.generation_prompts:
+        return None
+    prompts_BP = prompts_from(job.batches(), job.settings.generation_prompts, PROMPT_TOKENS)
+    return generation_agreement(
+        job.models["teacher"],
+        job.models["student"],
+        job.tokenizer,
+        prompts_BP,
+        job.settings.generation_tokens,
+        precision=job.precision,
+    )
+
+
+def _decode(job: Evaluation) -> dict[str, Any]:
+    contexts = job.settings.decode_contexts_tokens
+    return job.each(lambda model: decode_speed(model, contexts, precision=job.precision))
+
+
+def _tasks(job: Evaluation) -> dict[str, Any] | None:
+    if not job.settings.tasks:
+        return None
+    found = job.each(
+        lambda model: run_tasks(
+            model,
+            job.tokenizer,
+            job.settings.tasks,
+            include_path=job.include_path,
+            limit=job.settings.task_limit,
+            batch_size=TASK_ROWS,
+            precision=job.precision,
+        )
+    )
+    last = found.get("student") or found["teacher"]
+    other = found.get("teacher") if "student" in found else None
+    return found | {"rows": compare(other, last)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part: how it is measured, and the settings that its result depends on."""
+
+    measure: Callable[[Evaluation], Any]
+    settings: tuple[str, ...]
+    reads_data: bool = False
+
+
+PARTS: dict[str, Part] = {
+    "heldout": Part(_heldout, ("heldout_tokens", "heldout_seq_len_tokens"), reads_data=True),
+    "recall": Part(_recall, ("recall_lengths_tokens", "recall_examples")),
+    "generation": Part(
+        _generation,
+        ("generation_prompts", "generation_tokens", "heldout_tokens", "heldout_seq_len_tokens"),
+        reads_data=True,
+    ),
+    "decode": Part(_decode, ("decode_contexts_tokens",)),
+    "tasks": Part(_tasks, ("tasks", "task_limit")),
+}
+
+
+def evaluate(
+    teacher: Teacher | None,
+    student: LT2ForCausalLM | None,
+    tokenizer: Any,
+    settings: EvalSettings,
+    *,
+    data: DataSettings,
+    folder: Path,
+    log: RunLog,
+    precision: str = "fp32",
+    seed: int = 0,
+    include_path: Path | None = None,
+    parts: Sequence[str] = tuple(PARTS),
+) -> dict[str, Any]:
+    """Measure what is asked for and write ``<folder>/evaluation.json``; finished parts are kept.
+
+    Args:
+        teacher, student: on one device; either may be missing.
+        data: where the held-out text is.
+        include_path: a folder with the user's own lm-eval tasks.
+        parts: names out of ``PARTS``.
+
+    Returns:
+        The content of the file: ``models`` (name, digest, layer map, parameters), ``precision``,
+        ``versions``, ``parts`` (the results; None where there is nothing to measure), ``seconds``
+        and ``depends_on`` a part.
+
+    Raises:
+        UserError: no model, an unknown part, or a mistake that a part finds.
+    """
+    models = {"teacher": teacher.model if teacher else None, "student": student}
+    job = Evaluation(
+        {who: model for who, model in models.items() if model is not None},
+        tokenizer,
+        settings,
+        data,
+        log,
+        precision,
+        seed,
+        include_path,
+    )
+    if not job.models:
+        raise UserError("nothing to evaluate: give a teacher, a student, or both")
+    unknown = [name for name in parts if name not in PARTS]
+    if unknown:
+        raise UserError(f"unknown part {unknown[0]!r} of an evaluation; parts: {', '.join(PARTS)}")
+    _check(job, parts)
+    facts = {who: model_facts(model) for who, model in job.models.items()}
+    if teacher is not None:
+        facts["teacher"] |= {
+            "name": teacher.name,
+            "source": teacher.source,
+            "revision": teacher.revision,
+            "remarks": list(teacher.remarks),
+        }
+    with clear_disk_errors(folder):
+        return _measure(job, facts, folder, parts)
+
+
+def _check(job: Evaluation, parts: Sequence[str]) -> None:
+    """Find mistakes in the settings of later parts before the first part runs."""
+    if "recall" in parts:
+        for kind, length in itertools.product(KINDS, job.settings.recall_lengths_tokens):
+            retrieval_examples(job.tokenizer, length, 1, job.seed, kind)
+    if "tasks" in parts:
+        with quiet():
+            check_tasks(job.settings.tasks, job.include_path)
+
+
+def _measure(
+    job: Evaluation, facts: dict[str, Any], folder: Path, parts: Sequence[str]
+) -> dict[str, Any]:
+    path = folder / EVALUATION_FILE
+    before = read_evaluation(folder) or {}
+    whole = {"parts": {}, "seconds": {}, "depends_on": {}} | before
+    whole |= {"models": facts, "precision": job.precision, "versions": versions()}
+    needs = {name: _depends_on(job, facts, part) for name, part in PARTS.items()}
+    for name in list(whole["parts"]):
+        if whole["depends_on"].get(name) != needs.get(name):
+            for section in ("parts", "seconds", "depends_on"):
+                whole[section].pop(name, None)
+    for name in parts:
+        if name in whole["parts"]:
+            job.log.say(f"evaluation: {name} measured before, kept")
+            continue
+        job.log.say(f"evaluation: {name} ...")
+        began = time.perf_counter()
+        whole["parts"][name] = PARTS[name].measure(job)
+        whole["seconds"][name] = time.perf_counter() - began
+        whole["depends_on"][name] = needs[name]
+        if name == "heldout":
+            job.log.say(describe(whole["parts"][name]))
+        if is_main_process():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, whole)
+    return whole
+
+
+def _depends_on(job: Evaluation, facts: dict[str, Any], part: Part) -> dict[str, Any]:
+    """What a part's result depends on, as JSON gives it back."""
+    needs: dict[str, Any] = {name: getattr(job.settings, name) for name in part.settings}
+    needs |= {who: of_model["digest"] for who, of_model in facts.items()}
+    needs |= {"precision": job.precision, "seed": job.seed}
+    if part.reads_data:
+        needs["data"] = job.data.model_dump(mode="json")
+    if "tasks" in part.settings and job.include_path is not None:
+        needs["include_path"] = str(job.include_path)
+    return json.loads(json.dumps(needs))
+
+
+def model_facts(model: LT2ForCausalLM) -> dict[str, Any]:
+    """Digest of the weights, layer map and size of a model."""
+    return {
+        "digest": digest(model.state_dict()),
+        "mixers": list(model.config.mixers or []),
+        "loops": model.config.num_loops,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "window_tokens": model.config.window_tokens,
+    }
+
+
+def read_evaluation(folder: Path) -> dict[str, Any] | None:
+    """A folder's ``evaluation.json``, or None when there is none.
+
+    Raises:
+        UserError: the file is there and cannot be understood.
+    """
+    path = folder / EVALUATION_FILE
+    if not path.exists():
+        return None
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(whole["parts"], dict)
+    except (ValueError, KeyError, TypeError, AssertionError):
+        raise UserError(f"{path} is damaged; delete it to evaluate again") from None
+    return whole
+
+
+def evaluate_run(
+    run_dir: Path,
+    teacher: Teacher,
+    student: LT2ForCausalLM,
+    recipe: Recipe,
+    log: RunLog,
+    *,
+    precision: str = "fp32",
+    include_path: Path | None = None,
+) -> dict[str, Any]:
+    """Evaluate a run's student against its teacher, then write report and model card.
+
+    Returns:
+        The content of ``evaluation.json``.
+
+    Raises:
+        UserError: see ``evaluate``.
+    """
+    from ltconvert.distill.report import build_report
+
+    found = evaluate(
+        teacher,
+        student,
+        teacher.tokenizer,
+        recipe.eval,
+        data=recipe.data,
+        folder=run_dir,
+        log=log,
+        precision=precision,
+        seed=recipe.seed,
+        include_path=include_path,
+    )
+    if is_main_process():
+        for path in build_report(run_dir):
+            log.say(f"written: {path}")
+    return found

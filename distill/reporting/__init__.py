@@ -1,0 +1,1 @@
+"""Parts of the report: reading a run folder, tables, plots, templates. No model runs here."""
