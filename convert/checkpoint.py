@@ -53,10 +53,14 @@ def save_student(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         (partial / f"{_SHIM_NAME}.py").write_text(_SHIM)
-        (partial / PROVENANCE).write_text(json.dumps(dict(provenance), indent=2, default=str) + "\n")
+        (partial / PROVENANCE).write_text(
+            json.dumps(dict(provenance), indent=2, default=str) + "\n"
+        )
         replace_folder(partial, folder)
     except OSError as error:
-        raise UserError(f"cannot write the student to {folder}: {error}; free space or choose another --out") from error
+        raise UserError(
+            f"cannot write the student to {folder}: {error}; free space or choose another --out"
+        ) from error
     return folder
 
 
@@ -86,7 +90,9 @@ def load_student(
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds no student (no config.json); give the folder that `distill` wrote")
+        raise UserError(
+            f"{folder} holds no student (no config.json); give the folder that `distill` wrote"
+        )
     try:
         config = LT2Config.from_pretrained(folder)
         model, info = LT2ForCausalLM.from_pretrained(
@@ -97,7 +103,9 @@ def load_student(
     except Exception as error:  # safetensors raises a type of its own that derives from Exception
         if type(error).__name__ != "SafetensorError":
             raise
-        raise UserError(f"broken weights in {folder}: {_first_line(error)}; copy or make them again") from error
+        raise UserError(
+            f"broken weights in {folder}: {_first_line(error)}; copy or make them again"
+        ) from error
     wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
     if wrong:
         raise UserError(f"{folder}: {len(wrong)} tensors do not match the config, first {wrong[0]}")

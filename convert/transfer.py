@@ -75,7 +75,9 @@ def inherited_mixer(
     known = mixer.state_dict()
     lost = sorted(set(inherited) - set(known))
     if lost:
-        raise ValueError(f"layer {layer}: a {kind} mixer has no place for the teacher's {', '.join(lost)}")
+        raise ValueError(
+            f"layer {layer}: a {kind} mixer has no place for the teacher's {', '.join(lost)}"
+        )
     if kind == source.kind and not copy:
         mixer.load_state_dict({**known, **inherited}, assign=True)
     else:

@@ -141,10 +141,17 @@ def frozen_copy(model: LT2ForCausalLM, dtype: torch.dtype) -> LT2ForCausalLM:
     return copy.deepcopy(model, memo)
 
 
+def own_copy(student: LT2ForCausalLM, teacher: LT2ForCausalLM) -> LT2ForCausalLM:
+    """The student with copies of the tensors that it shares with the teacher; the others move."""
+    shared = {parameter.data_ptr() for parameter in teacher.parameters()}
+    memo: dict[int, Any] = {id(p): p for p in student.parameters() if p.data_ptr() not in shared}
+    return copy.deepcopy(student, memo)
+
+
 def prepare(inputs: StageInputs, settings: LogitsSettings) -> LogitsObjective:
     """The objective on a student that shares nothing with the teacher, in fp32."""
-    student = copy.deepcopy(inputs.student).float().train()
     teacher = inputs.teacher.model
+    student = own_copy(inputs.student, teacher).float().train()
     if inputs.precision == "bf16":
         teacher = frozen_copy(teacher, torch.bfloat16)
     student.model.gradient_checkpointing = settings.gradient_checkpointing
@@ -154,7 +161,10 @@ def prepare(inputs: StageInputs, settings: LogitsSettings) -> LogitsObjective:
 def run(
     settings: LogitsSettings, inputs: StageInputs, stage_dir: Path, *, stage: str = "logits"
 ) -> StageResult:
-    """Distil the teacher's logits into ``inputs.student``; resumes from ``stage_dir`` by itself."""
+    """Distil the teacher's logits into ``inputs.student``; resumes from ``stage_dir`` by itself.
+
+    What the student does not share with the teacher is trained in place.
+    """
     objective = prepare(inputs, settings)
     trained = inputs.train(objective, settings, stage_dir, stage)
     objective.module.model.gradient_checkpointing = False

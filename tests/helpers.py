@@ -83,7 +83,9 @@ def scatter(model: torch.nn.Module, seed: int = 0) -> None:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
 
 
-def tiny_model(spec: TeacherSpec, mixers: list[str] | None = None, seed: int = 0, **options: Any) -> LT2ForCausalLM:
+def tiny_model(
+    spec: TeacherSpec, mixers: list[str] | None = None, seed: int = 0, **options: Any
+) -> LT2ForCausalLM:
     """A random teacher (``mixers`` left out) or student."""
     model = LT2ForCausalLM(LT2Config.from_spec(spec, mixers, **options)).eval()
     scatter(model, seed)

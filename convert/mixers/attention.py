@@ -61,7 +61,9 @@ class Attention(Projections):
 
     kind = "full"
 
-    def __init__(self, spec: TeacherSpec, layer: int, *, window: int | None, sdpa_gate: bool) -> None:
+    def __init__(
+        self, spec: TeacherSpec, layer: int, *, window: int | None, sdpa_gate: bool
+    ) -> None:
         super().__init__(spec, spec.num_key_value_heads)
         self.rope_name = spec.layer_rope[layer]
         self.window = window
@@ -90,7 +92,9 @@ class Attention(Projections):
             o_BTM = o_BTM * (2.0 * torch.sigmoid(self.gate_proj(x_BTC)))
         return self.o_proj(o_BTM)
 
-    def attend(self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, context: SequenceContext) -> Tensor:
+    def attend(
+        self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, context: SequenceContext
+    ) -> Tensor:
         """softmax(q.k) v for every query, [B, H, T, D]."""
         group = self.num_heads // self.num_key_value_heads
         k_BHSD, v_BHSD = (y.repeat_interleave(group, dim=1) for y in (k_BGSD, v_BGSD))
@@ -98,7 +102,12 @@ class Attention(Projections):
         scale = self.spec.attention_scale
         if self.spec.attention_softcap is None:
             return F.scaled_dot_product_attention(
-                q_BHTD, k_BHSD, v_BHSD, attn_mask=mask, is_causal=mask is None and q_BHTD.shape[2] > 1, scale=scale
+                q_BHTD,
+                k_BHSD,
+                v_BHSD,
+                attn_mask=mask,
+                is_causal=mask is None and q_BHTD.shape[2] > 1,
+                scale=scale,
             )
         return _capped_attention(q_BHTD, k_BHSD, v_BHSD, mask, scale, self.spec.attention_softcap)
 

@@ -44,7 +44,9 @@ class LoopState:
         return replace(self, h_BTC=h_BTC)
 
 
-def make_schedule(num_layers: int, num_loops: int, prelude: int = 0, coda: int = 0) -> tuple[Step, ...]:
+def make_schedule(
+    num_layers: int, num_loops: int, prelude: int = 0, coda: int = 0
+) -> tuple[Step, ...]:
     """Prelude once, core ``num_loops`` times, coda once.
 
     Raises:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ltconvert.distill.data import Batch
-from ltconvert.distill.evaluation.scores import autocast
 
 WARM_UP_STEPS = 2
 
@@ -55,7 +54,10 @@ def generation_agreement(
         prompts, and ``examples``: prompt and both texts.
     """
     prompts_BP = prompts_BP.to(teacher.device)
-    rows = _compare(teacher, student, prompts_BP, new_tokens, precision) if len(prompts_BP) else []
+    rows: list[dict[str, Any]] = []
+    if len(prompts_BP):
+        models = deployed(teacher, precision), deployed(student, precision)
+        rows = _compare(*models, prompts_BP, new_tokens)
     result: dict[str, Any] = {"prompts": len(rows), "tokens": new_tokens}
     for name in ("common_prefix", "equal_share", "followed_share"):
         values = [row[name] for row in rows]
@@ -69,16 +71,25 @@ def generation_agreement(
     return result
 
 
+def deployed(model: Any, precision: str) -> Any:
+    """The model as it would serve: a copy in bf16 where that is the precision.
+
+    Autocast would convert every weight again for each token.
+    """
+    if precision != "bf16" or model.dtype == torch.bfloat16:
+        return model
+    return copy.deepcopy(model).to(torch.bfloat16)
+
+
 def _compare(
-    teacher: Any, student: Any, prompts_BP: Tensor, new_tokens: int, precision: str
+    teacher: Any, student: Any, prompts_BP: Tensor, new_tokens: int
 ) -> list[dict[str, Any]]:
     """One row a prompt: token ids of prompt and continuations, and how far these agree."""
-    target_BG = _continue(teacher, prompts_BP, new_tokens, precision)
-    own_BG = _continue(student, prompts_BP, new_tokens, precision)
+    target_BG = _continue(teacher, prompts_BP, new_tokens)
+    own_BG = _continue(student, prompts_BP, new_tokens)
     whole_BT = torch.cat([prompts_BP, target_BG], dim=1)
     keep = target_BG.shape[1] + 1
-    with autocast(prompts_BP.device, precision):
-        logits = student(input_ids=whole_BT, logits_to_keep=keep, use_cache=False).logits
+    logits = student(input_ids=whole_BT, logits_to_keep=keep, use_cache=False).logits
     choice_BG = logits[:, :-1].argmax(-1)
     rows = []
     for index, prompt_P in enumerate(prompts_BP):
@@ -98,17 +109,16 @@ def _compare(
     return rows
 
 
-def _continue(model: Any, prompts_BP: Tensor, new_tokens: int, precision: str) -> Tensor:
+def _continue(model: Any, prompts_BP: Tensor, new_tokens: int) -> Tensor:
     """Greedy tokens [B, G]; after an end token a row holds padding."""
-    with autocast(prompts_BP.device, precision):
-        out = model.generate(
-            input_ids=prompts_BP,
-            attention_mask=torch.ones_like(prompts_BP),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            use_cache=True,
-            pad_token_id=_ends(model)[0] if _ends(model) else 0,
-        )
+    out = model.generate(
+        input_ids=prompts_BP,
+        attention_mask=torch.ones_like(prompts_BP),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=_ends(model)[0] if _ends(model) else 0,
+    )
     return out[:, prompts_BP.shape[1] :]
 
 
@@ -144,9 +154,7 @@ def decode_speed(
     Returns:
         One ``{"context", "ms_per_token", "tokens_per_second", "cache_bytes"}`` a context.
     """
-    if precision == "bf16" and model.dtype != torch.bfloat16:
-        # As a model is deployed: autocast would convert every weight again for each token.
-        model = copy.deepcopy(model).to(torch.bfloat16)
+    model = deployed(model, precision)
     limit = getattr(model.config, "max_position_embeddings", None)
     generator = torch.Generator().manual_seed(seed)
     found = []

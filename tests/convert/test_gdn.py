@@ -14,9 +14,13 @@ from ltconvert.convert.mixers import SequenceContext
 def test_the_mixer_is_its_formula(short_conv: bool) -> None:
     spec = tiny_spec("qwen2")
     mixer = tiny_model(spec, ["gdn"] * 3, short_conv=short_conv).model.layers[0].mixer.double()
-    x_TC = torch.randn(11, spec.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    x_TC = torch.randn(
+        11, spec.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
     heads, width = spec.num_attention_heads, spec.head_dim
-    qkv = torch.cat([F.linear(x_TC, p.weight, p.bias) for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj)], -1)
+    qkv = torch.cat(
+        [F.linear(x_TC, p.weight, p.bias) for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj)], -1
+    )
     if short_conv:
         taps = mixer.conv.weight.shape[1]
         past = torch.cat([torch.zeros(taps - 1, qkv.shape[1], dtype=torch.float64), qkv])

@@ -26,7 +26,9 @@ TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # models run in fp64, RoPE tables are 
 
 def student(family: str, mixers: str, loops: int = 2, **options: object) -> LT2ForCausalLM:
     spec = tiny_spec(family, num_loops=loops)
-    return tiny_model(spec, MIXERS[mixers], window_tokens=5, sdpa_gate=True, loop_residual=True, **options).double()
+    return tiny_model(
+        spec, MIXERS[mixers], window_tokens=5, sdpa_gate=True, loop_residual=True, **options
+    ).double()
 
 
 @pytest.mark.parametrize(("family", "mixers"), CASES)
@@ -52,9 +54,13 @@ def test_left_padded_batch_equals_single_rows(family: str, mixers: str) -> None:
         cache = model.new_cache()
         batch = model(ids, attention_mask=mask, cache=cache).logits
         mask = torch.cat([mask, torch.ones(3, 3, dtype=torch.long)], dim=1)
-        after = torch.cat([
-            model(more[:, t : t + 1], attention_mask=mask[:, : 18 + t], cache=cache).logits for t in range(3)
-        ], dim=1)
+        after = torch.cat(
+            [
+                model(more[:, t : t + 1], attention_mask=mask[:, : 18 + t], cache=cache).logits
+                for t in range(3)
+            ],
+            dim=1,
+        )
         for i, row in enumerate(rows):
             alone = model(torch.cat([row, more[i : i + 1]], dim=1)).logits[0]
             torch.testing.assert_close(batch[i, -row.shape[1] :], alone[:-3], **TOLERANCE)
@@ -87,7 +93,9 @@ def test_right_padding_and_the_future_do_not_leak(family: str, mixers: str) -> N
     with torch.no_grad():
         expected = model(ids[:, :11]).logits
         torch.testing.assert_close(model(changed).logits[:, :11], expected, **TOLERANCE)
-        torch.testing.assert_close(model(ids, attention_mask=mask).logits[:, :11], expected, **TOLERANCE)
+        torch.testing.assert_close(
+            model(ids, attention_mask=mask).logits[:, :11], expected, **TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("loops", [1, 2, 3, 4])
@@ -125,7 +133,12 @@ def test_slots_are_loop_times_layers_plus_layer() -> None:
 def test_generate_with_cache_equals_without(mixers: str, beams: int) -> None:
     model, ids = student("ouro", mixers), tokens(2, 6)
     ids[0, :2] = 0
-    arguments = {"attention_mask": (ids != 0).long(), "max_new_tokens": 7, "num_beams": beams, "pad_token_id": 0}
+    arguments = {
+        "attention_mask": (ids != 0).long(),
+        "max_new_tokens": 7,
+        "num_beams": beams,
+        "pad_token_id": 0,
+    }
     cached = model.generate(ids, do_sample=False, **arguments)
     plain = model.generate(ids, do_sample=False, use_cache=False, **arguments)
     assert cached.tolist() == plain.tolist()
@@ -135,10 +148,14 @@ def test_generate_with_cache_equals_without(mixers: str, beams: int) -> None:
 def test_generation_goes_on_from_a_cache(mixers: str) -> None:
     model, ids = student("llama", mixers), tokens(1, 6)
     whole = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    first = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    first = model.generate(
+        ids, max_new_tokens=3, do_sample=False, pad_token_id=0, return_dict_in_generate=True
+    )
     cache = getattr(first, "cache", None) or first.past_key_values
     name = "cache" if hasattr(first, "cache") else "past_key_values"
-    second = model.generate(first.sequences, max_new_tokens=5, do_sample=False, pad_token_id=0, **{name: cache})
+    second = model.generate(
+        first.sequences, max_new_tokens=5, do_sample=False, pad_token_id=0, **{name: cache}
+    )
     assert second.tolist() == whole.tolist()
 
 
@@ -147,7 +164,11 @@ def test_sampling_is_reproducible() -> None:
     samples = []
     for _ in range(2):
         torch.manual_seed(3)
-        samples.append(model.generate(ids, max_new_tokens=12, do_sample=True, top_p=0.9, pad_token_id=0).tolist())
+        samples.append(
+            model.generate(
+                ids, max_new_tokens=12, do_sample=True, top_p=0.9, pad_token_id=0
+            ).tolist()
+        )
     assert samples[0] == samples[1]
 
 
@@ -171,8 +192,13 @@ def test_a_reloaded_student_is_the_live_one_in_a_fresh_process(family: str, tmp_
     save_student(model, None, tmp_path / "student", {"teacher": family})
     with torch.no_grad():
         expected = model(ids).logits
-        torch.testing.assert_close(load_student(tmp_path / "student")(ids).logits, expected, atol=0, rtol=0)
-    if family not in ("llama", "ouro"):  # a process each is slow; a tied and an untied looped one do
+        torch.testing.assert_close(
+            load_student(tmp_path / "student")(ids).logits, expected, atol=0, rtol=0
+        )
+    if family not in (
+        "llama",
+        "ouro",
+    ):  # a process each is slow; a tied and an untied looped one do
         return
     torch.save((ids, expected), tmp_path / "expected.pt")
     code = (
@@ -190,7 +216,12 @@ def test_exit_probabilities_by_hand() -> None:
     gates = torch.tensor([[[0.0, 1.0, -2.0, 5.0]]])
     leave = torch.sigmoid(gates[0, 0]).tolist()
     stay = [1 - p for p in leave]
-    expected = [leave[0], leave[1] * stay[0], leave[2] * stay[0] * stay[1], stay[0] * stay[1] * stay[2]]
+    expected = [
+        leave[0],
+        leave[1] * stay[0],
+        leave[2] * stay[0] * stay[1],
+        stay[0] * stay[1] * stay[2],
+    ]
     torch.testing.assert_close(exit_probabilities(gates)[0, 0], torch.tensor(expected))
 
 

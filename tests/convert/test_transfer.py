@@ -6,10 +6,23 @@ import pytest
 import torch
 from helpers import FAMILIES, tiny_model, tiny_spec, tokens
 
-from ltconvert.convert.transfer import build_student, new_tensors, restore_full, student_options, swapped
+from ltconvert.convert.transfer import (
+    build_student,
+    new_tensors,
+    restore_full,
+    student_options,
+    swapped,
+)
 from ltconvert.recipes.schema import StudentSettings
 
-NEW_IN_GDN = {"a_proj.weight", "b_proj.weight", "gate_proj.weight", "log_rate", "rate_bias", "out_norm_weight"}
+NEW_IN_GDN = {
+    "a_proj.weight",
+    "b_proj.weight",
+    "gate_proj.weight",
+    "log_rate",
+    "rate_bias",
+    "out_norm_weight",
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,7 +47,9 @@ def test_linear_q_dot_k_is_the_teachers_before_rope_head_by_head(family: str) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_the_mixers_own_parts_are_new(family: str) -> None:
     teacher = tiny_model(tiny_spec(family))
-    student = build_student(teacher, ["gdn", "full", "window"], {"sdpa_gate": True, "loop_residual": True})
+    student = build_student(
+        teacher, ["gdn", "full", "window"], {"sdpa_gate": True, "loop_residual": True}
+    )
     expected = {f"model.layers.0.mixer.{name}" for name in (*NEW_IN_GDN, "conv.weight")}
     expected |= {"model.layers.1.mixer.gate_proj.weight", "model.loop_residual"}
     assert set(new_tensors(student, teacher)) == expected

@@ -207,7 +207,8 @@ def test_hours_follow_a_given_speed() -> None:
     ],
 )
 def test_selection_cost_is_told(method: str, forwards: float) -> None:
-    made = make(sections={"select": {"method": method, "recall_examples": 8}})
+    chosen = {"method": method, "recall_examples": 8, "direction": "both"}
+    made = make(sections={"select": chosen})
     assert made.keep == 2
     assert made.selection is not None
     batches = {"recall": 8}.get(method, 16)

@@ -74,7 +74,7 @@ def probe(
         precision="fp32",
         device=torch.device("cpu"),
     )
-    plain = SelectSettings(**{"stable_rounds": 99} | settings)
+    plain = SelectSettings(**{"stable_rounds": 99, "direction": "both"} | settings)
     return Probe(teacher, student, keep, plain, batches, Progress(path, {}), Path(), inputs)
 
 

@@ -1,0 +1,115 @@
+"""Config of LT2 models: a teacher's architecture and what makes the student."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+
+from ltconvert.convert.students.loop import Step, make_schedule
+from ltconvert.convert.teachers.spec import TeacherSpec
+
+
+class LT2Config(PreTrainedConfig):
+    """A TeacherSpec's fields under their own names, and what makes the student.
+
+    ``num_layers`` counts physical layers. ``num_hidden_layers`` and ``layer_types`` count and name the
+    slots of the cache (a looped layer has one a loop), as generic tools size caches by them.
+
+    Attributes:
+        mixers: the mixer of each physical layer, see ``ltconvert.convert.mixers.MIXERS``.
+        prelude_layers, coda_layers: layers that run once before and after the looped core.
+        window_tokens: window of ``window`` mixers.
+        conv_size: taps of the short convolution of linear mixers; None for none.
+        sdpa_gate: output gate on full layers.
+        loop_residual: learned per-loop, per-channel residual ``rho_t * h_in``.
+    """
+
+    model_type = "lt2"
+    mixers: list[str] | None = None
+    prelude_layers: int = 0
+    coda_layers: int = 0
+    window_tokens: int = 512
+    conv_size: int | None = 4
+    sdpa_gate: bool = False
+    loop_residual: bool = False
+    num_hidden_layers: int = 0
+    layer_types: list[str] | None = None
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if not hasattr(self, "num_layers"):
+            return  # transformers builds an empty config to find out its defaults
+        self.mixers = list(self.mixers or ["full"] * self.num_layers)
+        self.set_mixers(self.mixers)
+
+    def set_mixers(self, mixers: Sequence[str]) -> None:
+        """Name the mixer of every physical layer and derive the slots of the cache from it.
+
+        Raises:
+            ValueError: not one mixer a layer.
+        """
+        if len(mixers) != self.num_layers:
+            raise ValueError(f"{len(mixers)} mixers for {self.num_layers} layers; give one a layer")
+        self.mixers = list(mixers)
+        self.layer_types = [self._layer_type(step.layer) for step in self.schedule()]
+        self.num_hidden_layers = len(self.layer_types)
+
+    @classmethod
+    def from_spec(
+        cls,
+        spec: TeacherSpec,
+        mixers: Sequence[str] | None = None,
+        *,
+        loops: int | None = None,
+        short_conv: bool = True,
+        conv_size: int | None = 4,
+        **options: Any,
+    ) -> LT2Config:
+        """The config of a teacher (``mixers`` left out) or of a student of that architecture."""
+        architecture = asdict(spec)
+        if loops is not None:
+            architecture["num_loops"] = loops
+        return cls(
+            **architecture,
+            mixers=None if mixers is None else list(mixers),
+            conv_size=conv_size if short_conv else None,
+            architectures=["LT2ForCausalLM"],
+            **options,
+        )
+
+    def spec(self) -> TeacherSpec:
+        """The architecture without the student's own parts."""
+        values = {
+            f.name: getattr(self, f.name) for f in fields(TeacherSpec) if hasattr(self, f.name)
+        }
+        for name in ("layer_rope", "layer_windows"):
+            values[name] = tuple(values[name])
+        return TeacherSpec(**values)
+
+    def schedule(self) -> tuple[Step, ...]:
+        """Visits of the physical layers in execution order."""
+        return make_schedule(self.num_layers, self.num_loops, self.prelude_layers, self.coda_layers)
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window in tokens of a physical layer, None where it sees everything."""
+        window = self.layer_windows[layer]
+        if self.mixers[layer] == "window":
+            return min(self.window_tokens, window or self.window_tokens)
+        return window
+
+    def _layer_type(self, layer: int) -> str:
+        if self.mixers[layer] == "gdn":
+            return "linear_attention"
+        return "full_attention" if self.window(layer) is None else "sliding_attention"
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: saved folders point at the installed package, no source is copied."""

@@ -1,0 +1,277 @@
+"""The decoder without its head: embeddings, the looped layers, the final norm.
+
+B rows, T tokens, C hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ltconvert.convert.mixers import SequenceContext, make_mixer
+from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.rope import Rope
+from ltconvert.convert.students.blocks import DecoderLayer
+from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.loop import LoopState, Step
+from ltconvert.convert.students.lt2_config import LT2Config
+
+# transformers renamed the cache of models and outputs after 5.17
+CACHE_NAME = (
+    "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
+)
+
+
+@dataclass
+class LT2Output(CausalLMOutputWithPast):
+    """Output of LT2Model and LT2ForCausalLM; the cache is under the name that transformers uses.
+
+    Attributes:
+        loop_states: the normed residual stream [B, T, C] after each loop.
+        exit_logits: the exit gate after each loop, [B, T, loops].
+    """
+
+    last_hidden_state: Tensor | None = None
+    loop_states: tuple[Tensor, ...] | None = None
+    exit_logits: Tensor | None = None
+
+
+class LT2PreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of the family."""
+
+    config_class = LT2Config
+    config: LT2Config
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("DecoderLayer",)
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing: saved folders point at the installed package, no source is copied."""
+
+
+class LT2Model(LT2PreTrainedModel):
+    """Embeddings, the looped layers and the final norm."""
+
+    def __init__(self, config: LT2Config) -> None:
+        super().__init__(config)
+        spec = config.spec()
+        self.spec = spec
+        self.schedule = config.schedule()
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, self.make_mixer(kind, layer))
+            for layer, kind in enumerate(config.mixers)
+        )
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
+        self.exit_gate = nn.Linear(spec.hidden_size, 1) if spec.exit_gate else None
+        self.loop_residual = (
+            nn.Parameter(torch.zeros(spec.num_loops, spec.hidden_size))
+            if config.loop_residual
+            else None
+        )
+        self._ropes = {name: Rope(params, spec.head_dim) for name, params in spec.rope.items()}
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def make_mixer(self, kind: str, layer: int) -> nn.Module:
+        """A new mixer for one physical layer with this model's options."""
+        config = self.config
+        return make_mixer(
+            kind,
+            config.spec(),
+            layer,
+            window_tokens=config.window_tokens,
+            conv_size=config.conv_size,
+            sdpa_gate=config.sdpa_gate,
+        )
+
+    def new_cache(self) -> LoopCache:
+        """An empty cache with a slot for every visit."""
+        windows = [self.config.window(step.layer) for step in self.schedule]
+        return LoopCache(self.config.layer_types, windows)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids [B, T] -> the residual stream [B, T, C]."""
+        h_BTC = self.embed_tokens(input_ids)
+        scale = self.spec.embedding_scale
+        return h_BTC if scale == 1.0 else h_BTC * torch.tensor(scale, dtype=h_BTC.dtype)
+
+    def context(
+        self,
+        h_BTC: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        past_length: int = 0,
+    ) -> SequenceContext:
+        """What all layers share in one pass.
+
+        Args:
+            attention_mask: [B, past + T], 0 at padding; None when there is none.
+            position_ids: [B, T]; by default counted over real tokens, from 0 in each document.
+            segment_ids: [B, T] document numbers of packed rows.
+
+        Raises:
+            ValueError: the mask is not [B, past + T], or documents are packed behind a cache.
+        """
+        rows, num_tokens = h_BTC.shape[:2]
+        total = past_length + num_tokens
+        if attention_mask is not None and attention_mask.shape != (rows, total):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, expected {(rows, total)}: "
+                "one entry for each cached and new token"
+            )
+        if segment_ids is not None and past_length:
+            raise ValueError(
+                "segment_ids cannot follow a cache; pack documents in uncached passes only"
+            )
+        keep_BS = None
+        if attention_mask is not None and not bool(attention_mask.all()):
+            keep_BS = attention_mask.bool()
+        keep_BT = None if keep_BS is None else keep_BS[:, -num_tokens:]
+        if keep_BT is not None and bool(keep_BT.all()):
+            keep_BT = None
+        if position_ids is None:
+            position_ids = _positions(h_BTC, keep_BS, segment_ids, past_length)
+        rope = {name: table(position_ids) for name, table in self._ropes.items()}
+        return SequenceContext(
+            rope, num_tokens, h_BTC.device, past_length, keep_BS, keep_BT, segment_ids
+        )
+
+    def start(self, h_BTC: Tensor) -> LoopState:
+        """The state before the first visit."""
+        return LoopState(h_BTC, h_BTC)
+
+    def run(
+        self,
+        state: LoopState,
+        context: SequenceContext,
+        cache: LoopCache | None = None,
+        first_slot: int = 0,
+        last_slot: int | None = None,
+    ) -> LoopState:
+        """Visits ``first_slot`` up to, not including, ``last_slot`` (None: to the end, final norm included)."""
+        for step in self.schedule[first_slot:last_slot]:
+            state = self.visit(step, state, context, cache)
+        done = last_slot is None or last_slot >= len(self.schedule)
+        return self.finish(state) if done else state
+
+    def visit(
+        self, step: Step, state: LoopState, context: SequenceContext, cache: LoopCache | None = None
+    ) -> LoopState:
+        """One visit of one layer, with what opens and closes its loop."""
+        state = self.enter(step, state)
+        layer = self.layers[step.layer]
+        if self.gradient_checkpointing and self.training and cache is None:
+            h_BTC = checkpoint(layer, state.h_BTC, context, use_reentrant=False)
+        else:
+            h_BTC = layer(state.h_BTC, context, None if cache is None else cache.layers[step.slot])
+        return self.leave(step, state.with_stream(h_BTC))
+
+    def enter(self, step: Step, state: LoopState) -> LoopState:
+        """Remember the stream at the start of a loop."""
+        if not step.opens_loop:
+            return state
+        return LoopState(state.h_BTC, state.h_BTC, state.loop_states)
+
+    def leave(self, step: Step, state: LoopState) -> LoopState:
+        """Close a loop: loop residual, then the norm; a family with ``loop_norm="every"`` goes on normed."""
+        if not step.closes_loop:
+            return state
+        h_BTC = state.h_BTC
+        if self.loop_residual is not None:
+            h_BTC = h_BTC + self.loop_residual[step.loop].to(h_BTC.dtype) * state.loop_in_BTC
+        normed_BTC = self.norm(h_BTC)
+        if self.spec.loop_norm == "every":
+            h_BTC = normed_BTC
+        return LoopState(h_BTC, state.loop_in_BTC, (*state.loop_states, normed_BTC))
+
+    def finish(self, state: LoopState) -> LoopState:
+        """The stream that the head reads: the last loop's, or the coda's, normed once."""
+        if self.config.coda_layers == 0:
+            return state.with_stream(state.loop_states[-1])
+        return state.with_stream(self.norm(state.h_BTC))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        past_key_values: LoopCache | None = None,
+        cache: LoopCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **_: Any,
+    ) -> LT2Output:
+        """Token ids [B, T] -> last_hidden_state [B, T, C], loop_states, exit_logits, cache."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        h_BTC = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = cache if cache is not None else past_key_values
+        if cache is None and use_cache:
+            cache = self.new_cache()
+        self._check_cache(cache)
+        context = self.context(
+            h_BTC,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            segment_ids=segment_ids,
+            past_length=0 if cache is None else cache.num_tokens,
+        )
+        state = self.run(self.start(h_BTC), context, cache)
+        if cache is not None:
+            cache.advance(h_BTC.shape[1])
+        gate = self.exit_gate
+        exit_logits = (
+            None if gate is None else torch.cat([gate(h) for h in state.loop_states], dim=-1)
+        )
+        return LT2Output(
+            last_hidden_state=state.h_BTC,
+            loop_states=state.loop_states,
+            exit_logits=exit_logits,
+            **{CACHE_NAME: cache},
+        )
+
+    def _check_cache(self, cache: object) -> None:
+        if cache is not None and not (
+            isinstance(cache, LoopCache) and len(cache) == len(self.schedule)
+        ):
+            raise ValueError(
+                f"got a {type(cache).__name__} as cache; this model needs one slot for each of its "
+                f"{len(self.schedule)} layer visits: make it with model.new_cache()"
+            )
+
+
+def _positions(
+    h_BTC: Tensor, keep_BS: Tensor | None, segment_ids: Tensor | None, past_length: int
+) -> Tensor:
+    """Positions [B or 1, T]: real tokens counted from 0 in each row and document."""
+    num_tokens = h_BTC.shape[1]
+    index_T = torch.arange(num_tokens, device=h_BTC.device)
+    if keep_BS is not None:
+        return (keep_BS.long().cumsum(-1) - 1).clamp(min=0)[:, -num_tokens:]
+    if segment_ids is not None:
+        starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
+        first = torch.where(starts, index_T, torch.zeros_like(index_T)).cummax(dim=-1).values
+        return index_T - first
+    return (index_T + past_length)[None]

@@ -1,0 +1,124 @@
+"""What each stage of a run starts from, and what it depends on, by the run's folder alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.convert.teachers.load import Teacher
+from ltconvert.convert.transfer import build_student, restore_full, student_options
+from ltconvert.distill.dependencies import chain, check_owner, check_same_run, fingerprint
+from ltconvert.distill.records import StageRecord, read_record, versions, wait_for_everyone
+from ltconvert.distill.selection.ranking import count_full_layers
+from ltconvert.distill.selection.result import Selection
+from ltconvert.distill.shelf import Shelf
+from ltconvert.distill.stage import SELECTION_FILE
+from ltconvert.errors import UserError
+from ltconvert.recipes.schema import Recipe
+
+START = "start"
+ORDER = ("align", "select", "logits", "longctx")
+
+
+@dataclass
+class Lineage:
+    """The students of a recipe on a teacher, from the first one to the last.
+
+    Attributes:
+        records: of the start and of each planned stage, in order; filled by ``check``.
+    """
+
+    recipe: Recipe
+    teacher: Teacher
+    shelf: Shelf
+    precision: str
+    records: dict[str, StageRecord] = field(default_factory=dict)
+
+    @property
+    def planned(self) -> list[str]:
+        """Stages that this recipe runs, in order."""
+        converts = self.recipe.student.mixer != "full"
+        wanted = [name for name in ORDER if getattr(self.recipe, name).enabled]
+        return [name for name in wanted if converts or name not in ("align", "select")]
+
+    def check(self) -> None:
+        """Read all records; refuse before any work when one belongs to another run.
+
+        Raises:
+            UserError: names what differs.
+        """
+        check_owner(self.shelf.run_dir, self.recipe, self.teacher, self.precision)
+        parts = chain(self.recipe, self.teacher, self.precision, self.planned)
+        for stage, depends_on in parts.items():
+            record = read_record(self.shelf.folder(stage)) or StageRecord(stage, "new", depends_on)
+            check_same_run(self.shelf.run_dir, stage, record.depends_on, depends_on)
+            self.records[stage] = record
+        wait_for_everyone()  # nobody writes a record that another has yet to read
+        self._check_choice()
+
+    def _check_choice(self) -> None:
+        layers, num_layers = self.recipe.student.full_layers, self.teacher.spec.num_layers
+        settled = isinstance(layers, list) or self.recipe.student.mixer == "full"
+        if settled or self.recipe.select.enabled:
+            return
+        if 0 < count_full_layers(layers, num_layers) < num_layers:
+            raise UserError(
+                f"student.full_layers = {layers} leaves the choice to the stage select, which is "
+                "disabled: list the layers (student.full_layers=[0,4]) or set select.enabled=true"
+            )
+
+    def initial_student(self) -> LT2ForCausalLM:
+        """All layers converted but those that the recipe lists; tensors shared with the teacher."""
+        settings, teacher = self.recipe.student, self.teacher
+        listed = settings.full_layers if isinstance(settings.full_layers, list) else []
+        mixers = ["full" if i in listed else settings.mixer for i in range(teacher.spec.num_layers)]
+        options = student_options(teacher.spec, settings.model_dump())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.recipe.seed)
+            student = build_student(teacher.model, mixers, options, share=True)
+        return student.eval().requires_grad_(False)
+
+    def student_before(self, stage: str) -> LT2ForCausalLM:
+        """The student that a stage starts from, from what is on disk."""
+        earlier = [START, *self.planned[: self.planned.index(stage)]]
+        return self.student_after(earlier[-1])
+
+    def student_after(self, stage: str) -> LT2ForCausalLM:
+        """What a finished stage left."""
+        if stage == START:
+            return self.initial_student()
+        if stage == "select":
+            return self.hybrid(self.student_before(stage))
+        return self.shelf.load(stage, fingerprint(self.records[stage].depends_on))
+
+    def hybrid(self, student: LT2ForCausalLM) -> LT2ForCausalLM:
+        """The teacher's attention back in the chosen layers."""
+        restore_full(student, self.teacher.model, self.selection() or [])
+        return student.eval().requires_grad_(False)
+
+    def selection(self) -> list[int] | None:
+        """The physical layers that stay full; None before they are chosen."""
+        path = self.shelf.folder("select") / SELECTION_FILE
+        if "select" in self.planned:
+            return Selection.load(path).chosen if path.exists() else None
+        layers = self.recipe.student.full_layers
+        return layers if isinstance(layers, list) else None
+
+    def provenance(self, stage: str) -> dict[str, Any]:
+        """What is saved with the student that a stage left."""
+        teacher, recipe = self.teacher, self.recipe.model_dump(mode="json")
+        facts = {name: getattr(teacher, name) for name in ("name", "source", "revision", "digest")}
+        return {
+            "teacher": facts,
+            "recipe": recipe,
+            "recipe_hash": fingerprint(recipe),
+            "stage": stage,
+            "stage_hash": fingerprint(self.records[stage].depends_on),
+            "selection": self.selection(),
+            "stages": {name: r.history() for name, r in self.records.items() if r.finished},
+            "precision": self.precision,
+            "versions": versions(),
+        }
