@@ -1,4 +1,4 @@
-"""Students on disk: transformers' own layout, a shim for AutoModel, and where the student came from."""
+"""Students on disk: transformers' own layout, a shim for AutoModel, and their provenance."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def save_student(
 ) -> Path:
     """Write a student whole, then rename: the folder is either the old one or the new one.
 
-    Loads with ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` where ltconvert
-    is installed, and with ``load_student``.
+    Loads with ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` where
+    ltconvert is installed, and with ``load_student``.
 
     Raises:
         UserError: the disk refuses.
@@ -65,7 +65,7 @@ def save_student(
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Put ``new`` in the place of ``target``; at every moment one whole folder stands there or beside it."""
+    """Put ``new`` in the place of ``target``; a whole folder is there or beside it always."""
     old = target.with_name(target.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -95,9 +95,10 @@ def load_student(
         )
     try:
         config = LT2Config.from_pretrained(folder)
-        model, info = LT2ForCausalLM.from_pretrained(
+        loaded: Any = LT2ForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype or "auto", output_loading_info=True
         )
+        model, info = loaded
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise UserError(f"cannot load the student in {folder}: {_first_line(error)}") from error
     except Exception as error:  # safetensors raises a type of its own that derives from Exception
@@ -111,8 +112,8 @@ def load_student(
         raise UserError(f"{folder}: {len(wrong)} tensors do not match the config, first {wrong[0]}")
     with torch.no_grad():
         for parameter in model.parameters():
-            # Memory-mapped weights are not aligned, and matrix products over them round differently:
-            # a resumed run would part from an undisturbed one in the last bit.
+            # Memory-mapped weights are not aligned, and matrix products over them round
+            # differently: a resumed run would part from an undisturbed one in the last bit.
             parameter.data = parameter.data.clone()
     return model.to(device).eval()
 

@@ -26,11 +26,11 @@ def build_student(
 
     Args:
         mixers: one of ``MIXERS`` a physical layer.
-        options: keywords of ``LT2Config.from_spec`` (``conv_size``, ``window_tokens``, ``loops`` ...).
+        options: keywords of ``LT2Config.from_spec`` (``conv_size``, ``loops`` ...).
         share: let the tensors that both have in common be the same memory (for stages that train
             mixers only); otherwise the student owns copies.
-        dtype: of the student's own tensors; the teacher's by default. Needs ``share=False`` to reach
-            the common ones.
+        dtype: of the student's own tensors; the teacher's by default. Needs ``share=False`` to
+            reach the common ones.
 
     Raises:
         ValueError: a teacher tensor has no place in the student, or a mixer is unknown.
@@ -126,7 +126,8 @@ def _assign(student: LT2ForCausalLM, own: dict[str, Tensor]) -> None:
     lost = sorted(name for name in set(missing) - tied if ".mixer." not in name)
     if unexpected or lost:
         raise ValueError(
-            f"teacher and student do not match: no place for {sorted(unexpected)}, no value for {lost}"
+            f"teacher and student do not match: no place for {sorted(unexpected)}, "
+            f"no value for {lost}"
         )
 
 
@@ -141,6 +142,7 @@ def student_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str,
     loops = options["loops"] or spec.num_loops
     if loops > spec.num_loops:
         raise ValueError(
-            f"student.loops is {loops}, the teacher runs {spec.num_loops}; choose 1 to {spec.num_loops}"
+            f"student.loops is {loops}, the teacher runs {spec.num_loops}; "
+            f"choose 1 to {spec.num_loops}"
         )
     return options

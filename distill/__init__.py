@@ -1,1 +1,1 @@
-"""Everything with an optimiser or a metric: data, losses, the training loop, the stages, evaluation."""
+"""Everything with an optimiser or a metric: data, losses, training, stages, evaluation."""

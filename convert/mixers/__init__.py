@@ -1,7 +1,7 @@
 """Token mixers: one file each, one interface for all.
 
-A mixer is a module with ``forward(x_BTC, context, cache_layer) -> y_BTC`` (after the pre norm, up to
-and including the output projection), ``kind``, and ``inherit(teacher tensors) -> its own tensors``.
+A mixer is a module with ``forward(x_BTC, context, cache_layer) -> y_BTC`` (after the pre norm, up
+to and including the output projection), ``kind``, and ``inherit(teacher tensors) -> own tensors``.
 """
 
 from __future__ import annotations

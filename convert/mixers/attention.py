@@ -1,6 +1,6 @@
 """Projections shared by all mixers, and softmax attention, full or windowed.
 
-Shape letters: B rows, T new tokens, S keys, C hidden width, H query heads, G key/value heads, D head width.
+B rows, T new tokens, S keys, C hidden width, H query heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Projections(nn.Module):
         num_key_value_heads: G; the teacher's own count, or H once the heads are expanded.
     """
 
+    kind: str
+
     def __init__(self, spec: TeacherSpec, num_key_value_heads: int) -> None:
         super().__init__()
         self.spec = spec
@@ -40,6 +42,10 @@ class Projections(nn.Module):
             sizes = (self.head_dim, self.head_dim) if per_head else (query_width, key_width)
             self.q_norm = RMSNorm(sizes[0], spec.rms_norm_eps, spec.norm_offset)
             self.k_norm = RMSNorm(sizes[1], spec.rms_norm_eps, spec.norm_offset)
+
+    def inherit(self, teacher: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This mixer's tensors that come from the teacher's attention: all, as they are."""
+        return teacher
 
     def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, H, D], keys and values [B, T, G, D], before any position."""
@@ -71,10 +77,6 @@ class Attention(Projections):
             width = self.num_heads * self.head_dim
             self.gate_proj = nn.Linear(spec.hidden_size, width, bias=False)
             nn.init.zeros_(self.gate_proj.weight)
-
-    def inherit(self, teacher: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All of the teacher's tensors, as they are."""
-        return teacher
 
     def forward(
         self, x_BTC: Tensor, context: SequenceContext, cache_layer: CacheLayerMixin | None = None

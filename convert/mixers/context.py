@@ -20,7 +20,7 @@ class SequenceContext:
         past_length: tokens already in the cache, padding included.
         keep_BS: False at padding, over cached and new tokens; None when nothing is padding.
         keep_BT: the same over the new tokens alone; None when none of them is padding.
-        segment_ids_BT: the document of each new token in packed rows; None when a row is one document.
+        segment_ids_BT: the document of each new token; None when a row is one document.
     """
 
     rope: dict[str, tuple[Tensor, Tensor]]
@@ -45,14 +45,15 @@ class SequenceContext:
         return self._masks[key]
 
     def _build_mask(self, window: int | None, num_keys: int) -> Tensor | None:
-        unbounded = window is None or num_keys <= window
+        if window is not None and num_keys <= window:
+            window = None
         plain = self.keep_BS is None and self.segment_ids_BT is None
-        if plain and unbounded and num_keys == self.num_tokens:
+        if plain and window is None and num_keys == self.num_tokens:
             return None
         queries_T = torch.arange(num_keys - self.num_tokens, num_keys, device=self.device)[:, None]
         keys_S = torch.arange(num_keys, device=self.device)[None, :]
         mask = keys_S <= queries_T
-        if not unbounded:
+        if window is not None:
             mask = mask & (queries_T - keys_S < window)
         mask = mask[None]
         if self.segment_ids_BT is not None:

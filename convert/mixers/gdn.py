@@ -172,5 +172,7 @@ def _store_conv(cache_layer: LinearAttentionCacheLayerMixin, history_BDH: Tensor
     """Put the convolution's history where transformers' cache layers keep it."""
     if not cache_layer.is_conv_states_initialized[0]:
         cache_layer.lazy_initialization(conv_states=history_BDH)
-    cache_layer.conv_states[0].copy_(history_BDH)
+    stored = cache_layer.conv_states[0]
+    assert stored is not None
+    stored.copy_(history_BDH)
     cache_layer.has_previous_state[0] = True

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
-    """``x / rms(x) * (weight + offset)`` over the last axis, in fp32 or fp64 inside (arXiv 1910.07467).
+    """``x / rms(x) * (weight + offset)`` over the last axis, in fp32 or fp64
+    inside (arXiv 1910.07467).
 
     Args:
         size: length of the last axis.

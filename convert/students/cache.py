@@ -37,7 +37,7 @@ class LoopCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """False for every slot: generate() takes a cache of linear slots alone for one without a length."""
+        """False everywhere: generate() takes linear slots alone for a cache without length."""
         return [False] * len(self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -63,5 +63,6 @@ def _layer(layer_type: str, window: int | None) -> CacheLayer:
         assert window is not None
         return DynamicSlidingWindowLayer(sliding_window=window)
     raise ValueError(
-        f"no cache layer for layer type {layer_type!r}; known: full_attention, linear_attention, sliding_attention"
+        f"no cache layer for layer type {layer_type!r}; known: full_attention, linear_attention, "
+        "sliding_attention"
     )

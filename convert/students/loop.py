@@ -55,8 +55,8 @@ def make_schedule(
     core = num_layers - prelude - coda
     if core < 1 or num_loops < 1:
         raise ValueError(
-            f"{prelude} prelude and {coda} coda layers of {num_layers} leave {core} to loop {num_loops} times; "
-            "at least one layer and one loop are needed"
+            f"{prelude} prelude and {coda} coda layers of {num_layers} leave {core} to loop "
+            f"{num_loops} times; at least one layer and one loop are needed"
         )
     visits = [(layer, 0, False, False) for layer in range(prelude)]
     for loop in range(num_loops):

@@ -68,8 +68,8 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
     ) -> LT2Output:
         """Token ids [B, T] -> logits [B, T or logits_to_keep, V] of the last loop.
 
-        ``labels`` [B, T] are the token ids themselves, -100 where no loss is wanted; they are shifted
-        here, as everywhere in transformers.
+        ``labels`` [B, T] are the token ids themselves, -100 where no loss is wanted; they are
+        shifted here, as everywhere in transformers.
         """
         output = self.model(
             input_ids=input_ids,
@@ -87,7 +87,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
             output.loss = F.cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=-100)
         return output
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]  # the signature varies by version
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """A LoopCache where generate() would make a cache that knows nothing of loops."""
@@ -95,7 +95,8 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
             return
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} is not supported by LT2; leave it out"
+                f"cache_implementation={generation_config.cache_implementation!r} is not supported "
+                "by LT2; leave it out"
             )
         model_kwargs[CACHE_NAME] = self.new_cache()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, field, fields
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
@@ -15,8 +15,8 @@ from ltconvert.convert.teachers.spec import TeacherSpec
 class LT2Config(PreTrainedConfig):
     """A TeacherSpec's fields under their own names, and what makes the student.
 
-    ``num_layers`` counts physical layers. ``num_hidden_layers`` and ``layer_types`` count and name the
-    slots of the cache (a looped layer has one a loop), as generic tools size caches by them.
+    ``num_layers`` counts physical layers. ``num_hidden_layers`` and ``layer_types`` count and name
+    the slots of the cache (a looped layer has one a loop), as generic tools size caches by them.
 
     Attributes:
         mixers: the mixer of each physical layer, see ``ltconvert.convert.mixers.MIXERS``.
@@ -28,7 +28,7 @@ class LT2Config(PreTrainedConfig):
     """
 
     model_type = "lt2"
-    mixers: list[str] | None = None
+    mixers: list[str] = field(default_factory=list)
     prelude_layers: int = 0
     coda_layers: int = 0
     window_tokens: int = 512
@@ -36,7 +36,7 @@ class LT2Config(PreTrainedConfig):
     sdpa_gate: bool = False
     loop_residual: bool = False
     num_hidden_layers: int = 0
-    layer_types: list[str] | None = None
+    layer_types: list[str] = field(default_factory=list)
     use_cache: bool = True
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
@@ -47,8 +47,7 @@ class LT2Config(PreTrainedConfig):
         super().__post_init__(**kwargs)
         if not hasattr(self, "num_layers"):
             return  # transformers builds an empty config to find out its defaults
-        self.mixers = list(self.mixers or ["full"] * self.num_layers)
-        self.set_mixers(self.mixers)
+        self.set_mixers(self.mixers or ["full"] * self.num_layers)
 
     def set_mixers(self, mixers: Sequence[str]) -> None:
         """Name the mixer of every physical layer and derive the slots of the cache from it.
@@ -79,7 +78,7 @@ class LT2Config(PreTrainedConfig):
             architecture["num_loops"] = loops
         return cls(
             **architecture,
-            mixers=None if mixers is None else list(mixers),
+            mixers=list(mixers or ()),
             conv_size=conv_size if short_conv else None,
             architectures=["LT2ForCausalLM"],
             **options,

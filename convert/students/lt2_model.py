@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ltconvert.convert.mixers import SequenceContext, make_mixer
+from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.rope import Rope
 from ltconvert.convert.students.blocks import DecoderLayer
@@ -50,17 +50,17 @@ class LT2PreTrainedModel(PreTrainedModel):
     config: LT2Config
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("DecoderLayer",)
+    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 (transformers' form)
     _supports_sdpa = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
-        elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+            if isinstance(bias := getattr(module, "bias", None), Tensor):
+                nn.init.zeros_(bias)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -69,6 +69,8 @@ class LT2PreTrainedModel(PreTrainedModel):
 
 class LT2Model(LT2PreTrainedModel):
     """Embeddings, the looped layers and the final norm."""
+
+    layers: Any  # nn.ModuleList, whose entries mypy would take for plain modules
 
     def __init__(self, config: LT2Config) -> None:
         super().__init__(config)
@@ -91,7 +93,7 @@ class LT2Model(LT2PreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def make_mixer(self, kind: str, layer: int) -> nn.Module:
+    def make_mixer(self, kind: str, layer: int) -> Projections:
         """A new mixer for one physical layer with this model's options."""
         config = self.config
         return make_mixer(
@@ -137,8 +139,8 @@ class LT2Model(LT2PreTrainedModel):
         total = past_length + num_tokens
         if attention_mask is not None and attention_mask.shape != (rows, total):
             raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, expected {(rows, total)}: "
-                "one entry for each cached and new token"
+                f"attention_mask has shape {tuple(attention_mask.shape)}, expected "
+                f"{(rows, total)}: one entry for each cached and new token"
             )
         if segment_ids is not None and past_length:
             raise ValueError(
@@ -169,7 +171,7 @@ class LT2Model(LT2PreTrainedModel):
         first_slot: int = 0,
         last_slot: int | None = None,
     ) -> LoopState:
-        """Visits ``first_slot`` up to, not including, ``last_slot`` (None: to the end, final norm included)."""
+        """Visits from ``first_slot`` to before ``last_slot`` (None: all, final norm included)."""
         for step in self.schedule[first_slot:last_slot]:
             state = self.visit(step, state, context, cache)
         done = last_slot is None or last_slot >= len(self.schedule)
@@ -194,7 +196,7 @@ class LT2Model(LT2PreTrainedModel):
         return LoopState(state.h_BTC, state.h_BTC, state.loop_states)
 
     def leave(self, step: Step, state: LoopState) -> LoopState:
-        """Close a loop: loop residual, then the norm; a family with ``loop_norm="every"`` goes on normed."""
+        """Close a loop: loop residual, then the norm, which ``loop_norm="every"`` goes on from."""
         if not step.closes_loop:
             return state
         h_BTC = state.h_BTC
@@ -224,9 +226,12 @@ class LT2Model(LT2PreTrainedModel):
         **_: Any,
     ) -> LT2Output:
         """Token ids [B, T] -> last_hidden_state [B, T, C], loop_states, exit_logits, cache."""
-        if (input_ids is None) == (inputs_embeds is None):
+        if inputs_embeds is not None and input_ids is None:
+            h_BTC = inputs_embeds
+        elif input_ids is not None and inputs_embeds is None:
+            h_BTC = self.embed(input_ids)
+        else:
             raise ValueError("give either input_ids or inputs_embeds")
-        h_BTC = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         cache = cache if cache is not None else past_key_values
         if cache is None and use_cache:
             cache = self.new_cache()
@@ -245,11 +250,12 @@ class LT2Model(LT2PreTrainedModel):
         exit_logits = (
             None if gate is None else torch.cat([gate(h) for h in state.loop_states], dim=-1)
         )
+        under_its_name: dict[str, Any] = {CACHE_NAME: cache}
         return LT2Output(
             last_hidden_state=state.h_BTC,
             loop_states=state.loop_states,
             exit_logits=exit_logits,
-            **{CACHE_NAME: cache},
+            **under_its_name,
         )
 
     def _check_cache(self, cache: object) -> None:

@@ -47,7 +47,7 @@ def test_the_mixer_is_its_formula(short_conv: bool) -> None:
 
 
 def test_the_start_is_neutral() -> None:
-    """Before training: the convolution is the identity, the gate is 1, half-lives cover 8 to 2048 tokens."""
+    """The convolution is the identity, the gate is 1, half-lives cover 8 to 2048 tokens."""
     spec = tiny_spec("llama")
     from ltconvert.convert.mixers import make_mixer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,12 +74,12 @@ def test_packed_equals_separate(family: str, mixers: str) -> None:
     cuts = ([0, 9, 10, 23], [0, 2, 15, 23])
     segments = torch.zeros(2, 23, dtype=torch.int32)
     for row, cut in enumerate(cuts):
-        for document, (start, stop) in enumerate(zip(cut, cut[1:], strict=False)):
+        for document, (start, stop) in enumerate(pairwise(cut)):
             segments[row, start:stop] = document
     with torch.no_grad():
         packed = model(ids, segment_ids=segments).logits
         for row, cut in enumerate(cuts):
-            for start, stop in zip(cut, cut[1:], strict=False):
+            for start, stop in pairwise(cut):
                 alone = model(ids[row : row + 1, start:stop]).logits
                 torch.testing.assert_close(packed[row : row + 1, start:stop], alone, **TOLERANCE)
 
@@ -195,15 +196,13 @@ def test_a_reloaded_student_is_the_live_one_in_a_fresh_process(family: str, tmp_
         torch.testing.assert_close(
             load_student(tmp_path / "student")(ids).logits, expected, atol=0, rtol=0
         )
-    if family not in (
-        "llama",
-        "ouro",
-    ):  # a process each is slow; a tied and an untied looped one do
+    if family not in ("llama", "ouro"):  # a process is slow; a tied and an untied looped one do
         return
     torch.save((ids, expected), tmp_path / "expected.pt")
     code = (
         "import sys, torch; from transformers import AutoModelForCausalLM\n"
-        "m = AutoModelForCausalLM.from_pretrained(sys.argv[1] + '/student', trust_remote_code=True)\n"
+        "folder = sys.argv[1] + '/student'\n"
+        "m = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)\n"
         "ids, expected = torch.load(sys.argv[1] + '/expected.pt')\n"
         "with torch.no_grad(): assert torch.equal(m(ids).logits, expected)\n"
     )

@@ -82,7 +82,7 @@ def test_sharing_is_memory_and_copying_is_not() -> None:
 def test_a_tensor_without_a_place_is_an_error() -> None:
     teacher = tiny_model(tiny_spec("llama"))
     teacher.model.layers[1].mixer.register_parameter("sinks", torch.nn.Parameter(torch.ones(4)))
-    with pytest.raises(ValueError, match="layer 1.*sinks"):
+    with pytest.raises(ValueError, match=r"layer 1.*sinks"):
         build_student(teacher, ["gdn"] * 3)
 
 

@@ -12,8 +12,9 @@ from helpers import tiny_model, tiny_spec
 from pipeline_case import make_case
 
 from ltconvert.convert.teachers.load import Teacher, load_teacher
-from ltconvert.distill import evaluate as evaluation
-from ltconvert.distill.evaluate import PARTS, evaluate, read_evaluation
+from ltconvert.distill.evaluate import evaluate, read_evaluation
+from ltconvert.distill.evaluation import parts as evaluation
+from ltconvert.distill.evaluation.parts import PARTS
 from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import DataSettings, EvalSettings

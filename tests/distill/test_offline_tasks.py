@@ -210,11 +210,11 @@ def test_missing_files_and_data_are_one_line_each(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no lm-eval task"):
         check_tasks([str(tmp_path / "empty")])
     path = own_task(tmp_path / "mine", "own_gone", data="gone.jsonl")
-    with pytest.raises(UserError, match="own_gone.*its data is not there") as caught:
+    with pytest.raises(UserError, match=r"own_gone.*its data is not there") as caught:
         load_tasks([str(path)])
     assert "\n" not in str(caught.value)
     path.write_text("task: [")
-    with pytest.raises(UserError, match="not a YAML file: .* in line 2"):
+    with pytest.raises(UserError, match=r"not a YAML file: .* in line 2"):
         load_tasks([str(path)])
 
 

@@ -1,0 +1,145 @@
+"""The parts of an evaluation: how each is measured, and which settings its result depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.distill.data import Batch, heldout_batches
+from ltconvert.distill.evaluation.generation import (
+    decode_speed,
+    generation_agreement,
+    prompts_from,
+)
+from ltconvert.distill.evaluation.lm_eval import run_tasks
+from ltconvert.distill.evaluation.recall import recall_scores
+from ltconvert.distill.evaluation.scores import heldout_scores
+from ltconvert.distill.evaluation.task_scores import compare
+
+if TYPE_CHECKING:
+    from ltconvert.distill.runlog import RunLog
+    from ltconvert.recipes.schema import DataSettings, EvalSettings
+
+BATCH_TOKENS = 4096  # tokens of a forward pass
+PROMPT_TOKENS = 64
+TASK_ROWS = 8
+
+
+@dataclass
+class Evaluation:
+    """What is to be measured; ``models`` holds ``teacher``, ``student`` or both, on one device."""
+
+    models: dict[str, LT2ForCausalLM]
+    tokenizer: Any
+    settings: EvalSettings
+    data: DataSettings
+    log: RunLog
+    precision: str
+    seed: int = 0
+    include_path: Path | None = None
+    _batches: list[Batch] | None = field(default=None, repr=False)
+
+    @property
+    def both(self) -> bool:
+        """There is a teacher to compare the student with."""
+        return len(self.models) == 2
+
+    def batches(self) -> list[Batch]:
+        """The fixed held-out rows, read once."""
+        if self._batches is None:
+            length = self.settings.heldout_seq_len_tokens
+            rows = max(1, BATCH_TOKENS // length)
+            wanted = self.settings.heldout_tokens
+            self._batches = heldout_batches(self.data, self.tokenizer, wanted, length, rows)
+        return self._batches
+
+    def each(self, measure: Callable[[LT2ForCausalLM], Any]) -> dict[str, Any]:
+        """``{"teacher": ..., "student": ...}`` of what is there."""
+        return {who: measure(model) for who, model in self.models.items()}
+
+
+def _heldout(job: Evaluation) -> dict[str, Any]:
+    if job.both:
+        models = job.models["teacher"], job.models["student"]
+        return heldout_scores(*models, job.batches(), precision=job.precision)
+    (who, model), *_ = job.models.items()
+    scores = heldout_scores(model, None, job.batches(), precision=job.precision)
+    return {name.replace("teacher", who): value for name, value in scores.items()}
+
+
+def _recall(job: Evaluation) -> dict[str, Any]:
+    settings = job.settings
+    return job.each(
+        lambda model: recall_scores(
+            model,
+            job.tokenizer,
+            settings.recall_lengths_tokens,
+            settings.recall_examples,
+            seed=job.seed,
+            precision=job.precision,
+            batch_tokens=BATCH_TOKENS,
+        )
+    )
+
+
+def _generation(job: Evaluation) -> dict[str, Any] | None:
+    if not job.both or not job.settings.generation_prompts:
+        return None
+    prompts_BP = prompts_from(job.batches(), job.settings.generation_prompts, PROMPT_TOKENS)
+    return generation_agreement(
+        job.models["teacher"],
+        job.models["student"],
+        job.tokenizer,
+        prompts_BP,
+        job.settings.generation_tokens,
+        precision=job.precision,
+    )
+
+
+def _decode(job: Evaluation) -> dict[str, Any]:
+    contexts = job.settings.decode_contexts_tokens
+    return job.each(lambda model: decode_speed(model, contexts, precision=job.precision))
+
+
+def _tasks(job: Evaluation) -> dict[str, Any] | None:
+    if not job.settings.tasks:
+        return None
+    found = job.each(
+        lambda model: run_tasks(
+            model,
+            job.tokenizer,
+            job.settings.tasks,
+            include_path=job.include_path,
+            limit=job.settings.task_limit,
+            batch_size=TASK_ROWS,
+            precision=job.precision,
+        )
+    )
+    last = found.get("student") or found["teacher"]
+    other = found.get("teacher") if "student" in found else None
+    return found | {"rows": compare(other, last)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part: how it is measured, and the settings that its result depends on."""
+
+    measure: Callable[[Evaluation], Any]
+    settings: tuple[str, ...]
+    reads_data: bool = False
+
+
+PARTS: dict[str, Part] = {
+    "heldout": Part(_heldout, ("heldout_tokens", "heldout_seq_len_tokens"), reads_data=True),
+    "recall": Part(_recall, ("recall_lengths_tokens", "recall_examples")),
+    "generation": Part(
+        _generation,
+        ("generation_prompts", "generation_tokens", "heldout_tokens", "heldout_seq_len_tokens"),
+        reads_data=True,
+    ),
+    "decode": Part(_decode, ("decode_contexts_tokens",)),
+    "tasks": Part(_tasks, ("tasks", "task_limit")),
+}
