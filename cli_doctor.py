@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert import cli_output as output
-from ltconvert.cli_output import human_bytes
+from ltconvert.distill.reporting.tables import size
 
 if TYPE_CHECKING:
     import torch
@@ -100,10 +100,10 @@ def _memory(device: torch.device) -> Finding:
     import torch
 
     memory = psutil.virtual_memory()
-    value = f"{human_bytes(memory.available)} free of {human_bytes(memory.total)}"
+    value = f"{size(memory.available)} free of {size(memory.total)}"
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        value = f"GPU {human_bytes(free)} free of {human_bytes(total)}; host {value}"
+        value = f"GPU {size(free)} free of {size(total)}; host {value}"
     if memory.available < 4 * 2**30:
         return Finding("memory", "note", value, "a 135 M teacher needs about 4 GiB")
     return Finding("memory", "ok", value)
@@ -111,7 +111,7 @@ def _memory(device: torch.device) -> Finding:
 
 def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
-    value = f"{human_bytes(free)} free in {Path.cwd()}"
+    value = f"{size(free)} free in {Path.cwd()}"
     if free < 5 * 2**30:
         return Finding("disk", "note", value, "each stage keeps a student: see `ltconvert plan`")
     return Finding("disk", "ok", value)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert import cli_output as output
-from ltconvert.cli_generate import student_folder
+from ltconvert.cli_models import short_name, student_folder
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ def run(
 
 def default_out(models: Models) -> Path:
     """Where the report of models outside a run folder goes."""
-    name = str(models.student or models.teacher).rstrip("/").rpartition("/")[2]
-    return Path("runs") / f"eval-{name.removesuffix('.gguf')}"
+    return Path("runs") / f"eval-{short_name(str(models.student or models.teacher))}"
 
 
 def _tokenizer(models: Models) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert import cli_output as output
+from ltconvert.cli_models import student_folder
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
@@ -122,19 +122,3 @@ def load(session: Session, reference: str) -> Teacher:
     if model.tokenizer is None:
         raise UserError(f"{reference} comes without a tokenizer, so it cannot read a prompt")
     return model
-
-
-def student_folder(reference: str) -> str:
-    """`reference`, or the finished student inside it when it is a run folder.
-
-    Raises:
-        UserError: a run folder whose student is not there yet.
-    """
-    folder = Path(reference)
-    if not (folder / "recipe.resolved.yaml").is_file():
-        return reference
-    if (folder / "student" / "config.json").is_file():
-        return str(folder / "student")
-    raise UserError(
-        f"{reference} is a run folder without a finished student; repeat its distill command"
-    )

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert import cli_output as output
-from ltconvert.cli_generate import student_folder
+from ltconvert.cli_models import student_folder
+from ltconvert.distill.reporting.tables import size
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,11 +33,11 @@ def run(reference: str, revision: str | None, *, as_json: bool, verbose: bool) -
     output.print_facts(reference, _summary(config))
     sizes = {
         "parameters": output.human_count(facts.parameters),
-        "cache a token": output.human_bytes(facts.cache_bytes_per_token),
-        "cache at any length": output.human_bytes(facts.constant_bytes),
+        "cache a token": size(facts.cache_bytes_per_token),
+        "cache at any length": size(facts.constant_bytes),
     }
-    for tokens, size in caches.items():
-        sizes[f"cache of {tokens:,} tokens"] = output.human_bytes(size)
+    for tokens, count in caches.items():
+        sizes[f"cache of {tokens:,} tokens"] = size(count)
     output.print_facts("size (keys and values in bf16, states in fp32)", sizes)
     columns = (
         "layers",
@@ -102,6 +103,6 @@ def _cells(layer: LayerFacts) -> tuple[Any, ...]:
         layer.rope,
         layer.visits,
         output.human_count(layer.parameters),
-        output.human_bytes(layer.cache_bytes_per_token),
-        output.human_bytes(layer.state_bytes),
+        size(layer.cache_bytes_per_token),
+        size(layer.state_bytes),
     )

@@ -69,15 +69,6 @@ def print_rich(shown: RenderableType) -> None:
     print_line("\n".join(lines).strip("\n"))
 
 
-def human_bytes(count: float) -> str:
-    """Bytes as B, KiB, MiB, GiB or TiB with one decimal."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 def human_count(count: float) -> str:
     """A count as 950, 40.9 K, 134.5 M or 1.43 B."""
     for limit, divisor, unit in (

@@ -1,4 +1,4 @@
-"""The verbs that work on a recipe: distill, select-layers, plan, eval. Called by cli.py, lazily."""
+"""The verbs that work on a recipe: distill, select-layers, plan. Called by cli.py, lazily."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert import cli_output as output
+from ltconvert.cli_models import short_name
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,21 +19,13 @@ if TYPE_CHECKING:
     from ltconvert.distill.runlog import RunLog
     from ltconvert.recipes.schema import Recipe
 
-RUN_FILE = "run.json"
-
-
-def is_main_process() -> bool:
-    """True for the one process of a distributed run that prints."""
-    from ltconvert.distill.processes import rank_and_world
-
-    return rank_and_world()[0] == 0
-
 
 def distill(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
 ) -> None:
     """All stages, evaluation and report; with `--json` the rows of the table on stdout."""
     from ltconvert.distill.evaluate import evaluate_run
+    from ltconvert.distill.processes import is_main_process
     from ltconvert.distill.report import show_evaluation
 
     start = _begin(session, recipe, teacher_name, out, revision)
@@ -60,6 +53,7 @@ def select_layers(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
 ) -> None:
     """Align and select; prints the ranked table and the words that use it."""
+    from ltconvert.distill.processes import is_main_process
     from ltconvert.distill.selection.render import render_selection
     from ltconvert.distill.selection.result import Selection
     from ltconvert.distill.stage import SELECTION_FILE
@@ -105,8 +99,7 @@ def plan(
 
 def default_out(teacher_name: str, recipe: Recipe) -> Path:
     """Where a run goes without --out."""
-    name = teacher_name.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
-    return Path("runs") / f"{name}-{recipe.name}"
+    return Path("runs") / f"{short_name(teacher_name)}-{recipe.name}"
 
 
 @dataclass(frozen=True)
@@ -126,6 +119,7 @@ def _begin(
 ) -> Start:
     """Say what runs where and why, check that it fits, then load the teacher."""
     from ltconvert.convert.teachers.load import load_teacher
+    from ltconvert.distill.run_identity import RUN_FILE
     from ltconvert.distill.runlog import RunLog
 
     run_dir = out or default_out(teacher_name, recipe)
@@ -148,7 +142,7 @@ def _say_set_up(session: Session, log: RunLog, run_dir: Path, device: torch.devi
     """Device, precision and kernels with the reason for each; the precision."""
     import torch
 
-    from ltconvert.distill.dependencies import recorded_precision
+    from ltconvert.distill.run_identity import recorded_precision
 
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     log.say(f"device: {device}{name}, torch {torch.__version__}")
@@ -188,6 +182,8 @@ def _check_out(run_dir: Path) -> None:
     Raises:
         UserError: naming it.
     """
+    from ltconvert.distill.run_identity import RUN_FILE
+
     if run_dir.is_file():
         raise UserError(f"--out {run_dir} is a file; name a folder")
     if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / RUN_FILE).exists():

@@ -81,9 +81,10 @@ class Session:
     def precision(self, device: torch.device) -> tuple[str, str]:
         """(`fp32` or `bf16`, why), measured where `--precision auto` leaves the choice."""
         from ltconvert.distill.precision import pick_precision
+        from ltconvert.distill.processes import rank_and_world
 
         choice = pick_precision(device, self.precision_name)
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if rank_and_world()[1] == 1:
             return choice
         # Processes may measure differently; all follow the first.
         from accelerate import PartialState

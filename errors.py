@@ -1,4 +1,4 @@
-"""The one exception for mistakes that the user can mend."""
+"""The one exception for mistakes that the user can mend, and the one line of any other."""
 
 from __future__ import annotations
 
@@ -8,3 +8,8 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, 200 characters at most; its type without one."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -117,7 +117,7 @@ def _train(teacher: Teacher, batch: Batch, mixer: str, layers_at_once: int) -> N
     parking.leave(set(range(teacher.spec.num_layers)) - set(layers))
     _reset_peak(batch.keep_BT.device)
     objective = AlignObjective(teacher.model, student, layers)
-    optimizer = build_optimizer(objective.parameter_groups(), AlignSettings())
+    optimizer = build_optimizer(objective.parameter_groups(), AlignSettings(), objective.module)
     for _ in range(STEPS):
         objective.train_step(batch, lambda loss: loss.backward(), 0.0)
         optimizer.step()

@@ -27,8 +27,8 @@ from ltconvert.distill.logits import frozen_copy
 from ltconvert.distill.precision import pick_precision
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.selection import kl_fast
+from ltconvert.distill.selection.partial import Progress
 from ltconvert.distill.selection.probe import Probe
-from ltconvert.distill.selection.progress import Progress
 from ltconvert.distill.selection.result import Cost
 from ltconvert.distill.stage import StageInputs
 from ltconvert.kernels.linear_kl import linear_scores
@@ -97,9 +97,7 @@ def set_up(
         teacher=teacher,
         recipe=SimpleNamespace(),
         student=student,
-        selection=None,
         tokenizer=teacher.tokenizer,
-        run_dir=Path(),
         log=RunLog(None, json=True),
         precision=precision,
         device=device,

@@ -46,8 +46,12 @@ def build_student(
     for name, value in _outside_mixers(teacher):
         own[name] = value.detach() if share else value.detach().clone().to(dtype)
     if config.loop_residual:
-        own["model.loop_residual"] = torch.zeros(
-            student.model.loop_residual.shape, dtype=dtype, device=teacher.device
+        rho = own.get("model.loop_residual")  # a teacher that was itself a student may have one
+        shape = student.model.loop_residual.shape
+        own["model.loop_residual"] = (
+            torch.zeros(shape, dtype=dtype, device=teacher.device)
+            if rho is None
+            else rho[: config.num_loops]
         )
     _assign(student, own)
     student.tie_weights()
@@ -78,7 +82,7 @@ def inherited_mixer(
         raise ValueError(
             f"layer {layer}: a {kind} mixer has no place for the teacher's {', '.join(lost)}"
         )
-    if kind == source.kind and not copy:
+    if kind == source.kind == "full" and not copy:  # other mixers train where tensors are shared
         mixer.load_state_dict({**known, **inherited}, assign=True)
     else:
         mixer.load_state_dict({**known, **inherited})

@@ -18,13 +18,8 @@ from ltconvert.distill.losses import kept_squares
 def run_teacher(teacher: LT2ForCausalLM, batch: Batch, end_slot: int) -> None:
     """Run the first ``end_slot`` visits of the teacher, for its hooks alone."""
     model = teacher.model
-    padded = not bool(batch.keep_BT.all())
     h_BTC = model.embed(batch.input_ids_BT)
-    context = model.context(
-        h_BTC,
-        attention_mask=batch.keep_BT if padded else None,
-        segment_ids=batch.segment_ids_BT,
-    )
+    context = model.context(h_BTC, attention_mask=batch.keep_BT, segment_ids=batch.segment_ids_BT)
     model.run(model.start(h_BTC), context, last_slot=end_slot)
 
 

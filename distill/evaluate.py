@@ -25,7 +25,8 @@ from ltconvert.distill.evaluation.parts import PARTS, Evaluation, Part
 from ltconvert.distill.evaluation.recall import KINDS, retrieval_examples
 from ltconvert.distill.evaluation.scores import describe
 from ltconvert.distill.evaluation.task_files import check_tasks
-from ltconvert.distill.records import clear_disk_errors, is_main_process, versions, write_json
+from ltconvert.distill.processes import is_main_process
+from ltconvert.distill.records import clear_disk_errors, versions, write_json
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:

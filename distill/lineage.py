@@ -10,8 +10,9 @@ import torch
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
 from ltconvert.convert.transfer import build_student, restore_full, student_options
-from ltconvert.distill.dependencies import chain, check_owner, check_same_run, fingerprint
-from ltconvert.distill.records import StageRecord, read_record, versions, wait_for_everyone
+from ltconvert.distill.processes import wait_for_everyone
+from ltconvert.distill.records import StageRecord, read_record, versions
+from ltconvert.distill.run_identity import chain, check_owner, check_same_run, fingerprint
 from ltconvert.distill.selection.ranking import count_full_layers
 from ltconvert.distill.selection.result import Selection
 from ltconvert.distill.shelf import Shelf
@@ -20,7 +21,6 @@ from ltconvert.errors import UserError
 from ltconvert.recipes.schema import Recipe
 
 START = "start"
-ORDER = ("align", "select", "logits", "longctx")
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Lineage:
     """The students of a recipe on a teacher, from the first one to the last.
 
     Attributes:
-        records: of the start and of each planned stage, in order; filled by ``check``.
+        records: of the start and of each stage of the recipe, in order; filled by ``check``.
     """
 
     recipe: Recipe
@@ -37,13 +37,6 @@ class Lineage:
     precision: str
     records: dict[str, StageRecord] = field(default_factory=dict)
 
-    @property
-    def planned(self) -> list[str]:
-        """Stages that this recipe runs, in order."""
-        converts = self.recipe.student.mixer != "full"
-        wanted = [name for name in ORDER if getattr(self.recipe, name).enabled]
-        return [name for name in wanted if converts or name not in ("align", "select")]
-
     def check(self) -> None:
         """Read all records; refuse before any work when one belongs to another run.
 
@@ -51,7 +44,7 @@ class Lineage:
             UserError: names what differs.
         """
         check_owner(self.shelf.run_dir, self.recipe, self.teacher, self.precision)
-        parts = chain(self.recipe, self.teacher, self.precision, self.planned)
+        parts = chain(self.recipe, self.teacher, self.precision, self.recipe.stages)
         for stage, depends_on in parts.items():
             record = read_record(self.shelf.folder(stage)) or StageRecord(stage, "new", depends_on)
             check_same_run(self.shelf.run_dir, stage, record.depends_on, depends_on)
@@ -83,7 +76,7 @@ class Lineage:
 
     def student_before(self, stage: str) -> LT2ForCausalLM:
         """The student that a stage starts from, from what is on disk."""
-        earlier = [START, *self.planned[: self.planned.index(stage)]]
+        earlier = [START, *self.recipe.stages[: self.recipe.stages.index(stage)]]
         return self.student_after(earlier[-1])
 
     def student_after(self, stage: str) -> LT2ForCausalLM:
@@ -102,7 +95,7 @@ class Lineage:
     def selection(self) -> list[int] | None:
         """The physical layers that stay full; None before they are chosen."""
         path = self.shelf.folder("select") / SELECTION_FILE
-        if "select" in self.planned:
+        if "select" in self.recipe.stages:
             return Selection.load(path).chosen if path.exists() else None
         layers = self.recipe.student.full_layers
         return layers if isinstance(layers, list) else None

@@ -114,10 +114,9 @@ class Hidden(NamedTuple):
 
 def _hidden(model: LT2ForCausalLM, batch: Batch) -> Hidden:
     """Hidden states of a packed batch."""
-    padded = not bool(batch.keep_BT.all())
     output = model.model(
         batch.input_ids_BT,
-        attention_mask=batch.keep_BT if padded else None,
+        attention_mask=batch.keep_BT,
         segment_ids=batch.segment_ids_BT,
         use_cache=False,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ltconvert.recipes.schema import TrainSettings
 
@@ -46,21 +47,29 @@ def lr_share(step: int, steps: int, settings: TrainSettings) -> float:
     return 1.0 - (1.0 - settings.final_lr_share) * done
 
 
-def build_optimizer(groups: Sequence[dict[str, Any]], settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW over the groups; weight decay on matrices alone, never on norms, gates and biases.
+def build_optimizer(
+    groups: Sequence[dict[str, Any]], settings: TrainSettings, module: nn.Module
+) -> torch.optim.AdamW:
+    """AdamW over the groups of ``module``'s parameters; weight decay on its matrices alone.
+
+    Matrices are the weights of linear layers and embeddings. Other parameters with two axes are
+    none (norms by head and channel, residuals by loop and channel, convolutions that start as the
+    identity): 0 is not where they come from.
 
     The fused form updates in place in one pass, without temporary copies of all gradients, on a
     CPU too.
     """
+    layers = (m for m in module.modules() if isinstance(m, nn.Linear | nn.Embedding))
+    decayed = {id(layer.weight) for layer in layers}
     prepared = []
     for group in groups:
-        matrices = [p for p in group["params"] if p.ndim >= 2]
-        vectors = [p for p in group["params"] if p.ndim < 2]
+        matrices = [p for p in group["params"] if id(p) in decayed]
+        others = [p for p in group["params"] if id(p) not in decayed]
         common = {key: value for key, value in group.items() if key != "params"}
         common["peak_lr"] = group["lr"]
         prepared += [
             {**common, "params": params, "weight_decay": decay}
-            for params, decay in ((matrices, settings.weight_decay), (vectors, 0.0))
+            for params, decay in ((matrices, settings.weight_decay), (others, 0.0))
             if params
         ]
     return torch.optim.AdamW(prepared, betas=(settings.beta1, settings.beta2), fused=True)

@@ -24,33 +24,31 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
 from ltconvert.distill import align, logits, longctx, select, summary
 from ltconvert.distill.align import is_converted
-from ltconvert.distill.data import Batch, heldout_batches
-from ltconvert.distill.dependencies import fingerprint, recorded_precision
-from ltconvert.distill.evaluation.scores import heldout_scores
-from ltconvert.distill.lineage import ORDER, START, Lineage
+from ltconvert.distill.data import Batch
+from ltconvert.distill.evaluation.scores import heldout_rows, heldout_scores
+from ltconvert.distill.lineage import START, Lineage
 from ltconvert.distill.precision import pick_precision
+from ltconvert.distill.processes import is_main_process, join_processes, wait_for_everyone
 from ltconvert.distill.records import (
     StageRecord,
     clear_disk_errors,
-    is_main_process,
-    join_processes,
     read_record,
     versions,
-    wait_for_everyone,
+    write_whole,
 )
+from ltconvert.distill.run_identity import fingerprint, recorded_precision
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.shelf import Shelf
 from ltconvert.distill.stage import StageInputs, StageResult
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import Recipe
+from ltconvert.recipes.schema import STAGES, Recipe
 
-STAGES: dict[str, Callable[[Any, StageInputs, Path], StageResult]] = {
+RUN_STAGE: dict[str, Callable[[Any, StageInputs, Path], StageResult]] = {
     "align": align.run,
     "select": select.run,
     "logits": logits.run,
     "longctx": longctx.run,
 }
-SCORED_TOKENS = 4096  # tokens of a forward pass while scoring
 
 
 @dataclass
@@ -99,14 +97,14 @@ class Pipeline:
     def run(self) -> PipelineResult:
         """All stages that are not finished; then the student is saved and the table is shown."""
         student = None if self.records[START].finished else self._start()
-        for stage in self.lineage.planned:
+        for stage in self.recipe.stages:
             if self.records[stage].finished:
                 self.log.say(f"{stage}: finished before, skipped")
                 self.shelf.clear_checkpoints(stage)
                 student = None
             else:
                 student = self._run_stage(stage, student or self.lineage.student_before(stage))
-        last = [START, *self.lineage.planned][-1]
+        last = [START, *self.recipe.stages][-1]
         student = student or self.lineage.student_after(last)
         self._keep_final(last, student)
         rows = [summary.row(record) for record in self.records.values()]
@@ -132,15 +130,13 @@ class Pipeline:
             teacher=self.lineage.teacher,
             recipe=self.recipe,
             student=student,
-            selection=self.lineage.selection(),
             tokenizer=self.lineage.teacher.tokenizer,
-            run_dir=self.shelf.run_dir,
             log=self.log,
             precision=self.lineage.precision,
             device=self.device,
-            seed=self.recipe.seed + 1 + ORDER.index(stage),
+            seed=self.recipe.seed + 1 + STAGES.index(stage),
         )
-        result = STAGES[stage](getattr(self.recipe, stage), inputs, folder)
+        result = RUN_STAGE[stage](getattr(self.recipe, stage), inputs, folder)
         del inputs, student
         if stage == "select":
             student = self.lineage.hybrid(result.student)
@@ -175,26 +171,20 @@ class Pipeline:
     def _rows(self) -> list[Batch]:
         """The fixed held-out rows, read once."""
         if self._heldout is None:
-            length = self.recipe.eval.heldout_seq_len_tokens
-            self._heldout = heldout_batches(
-                self.recipe.data,
-                self.lineage.teacher.tokenizer,
-                self.recipe.eval.heldout_tokens,
-                length,
-                max(1, SCORED_TOKENS // length),
-            )
+            tokenizer = self.lineage.teacher.tokenizer
+            self._heldout = heldout_rows(self.recipe.data, tokenizer, self.recipe.eval)
         return self._heldout
 
     def _keep_final(self, last: str, student: LT2ForCausalLM) -> None:
         """Save the result unless it is there, or that of a later stage of the same run is."""
-        names = [START, *ORDER]
+        names = [START, *STAGES]
         later = [read_record(self.shelf.folder(name)) for name in names[names.index(last) + 1 :]]
         hashes = {fingerprint(record.depends_on) for record in later if record and record.finished}
         wanted = hashes | {fingerprint(self.records[last].depends_on)}
         if is_main_process() and self.shelf.final_hash() not in wanted:
             self.shelf.save_final(student, self.lineage.provenance(last))
         wait_for_everyone()
-        self.shelf.drop(self.lineage.planned)
+        self.shelf.drop(self.recipe.stages)
 
 
 def run(
@@ -231,6 +221,5 @@ def run(
         lineage = Lineage(recipe, teacher, shelf, precision)
         lineage.check()
         if is_main_process():
-            resolved = run_dir / "recipe.resolved.yaml"
-            resolved.write_text(recipes.dump(recipe), encoding="utf-8")
+            write_whole(run_dir / "recipe.resolved.yaml", recipes.dump(recipe))
         return Pipeline(lineage, log, device).run()

@@ -25,8 +25,6 @@ from ltconvert.distill.selection.result import Cost
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import Recipe
 
-STAGES = ("align", "select", "logits", "longctx")
-
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -116,7 +114,7 @@ def plan(
     device = torch.device(device)
     machine = machine or measure(device, precision)
     models = models_of(recipe, spec)
-    stages = stages_of(recipe)
+    stages = recipe.stages
     scale = _speed(recipe, models, machine, device.type, tokens_per_second)
     made = Plan(
         recipe=recipe.name,
@@ -138,13 +136,6 @@ def plan(
             refuse_memory(row.stage, recipe, models, precision, made.device, machine.free_bytes)
         refuse_disk(made.disk_bytes, made.free_disk_bytes)
     return made
-
-
-def stages_of(recipe: Recipe) -> list[str]:
-    """Stages that the recipe runs, in order; a student with nothing converted is not aligned."""
-    converts = recipe.student.mixer != "full"
-    wanted = [stage for stage in STAGES if getattr(recipe, stage).enabled]
-    return [stage for stage in wanted if converts or stage not in ("align", "select")]
 
 
 def _row(

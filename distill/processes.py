@@ -1,4 +1,4 @@
-"""Which of the processes of one run this is, and the randomness that is its own."""
+"""Which of the processes of one run this is, how they meet, and the randomness of each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,29 @@ import random
 
 import numpy as np
 import torch
+from accelerate import PartialState
 
 
 def rank_and_world() -> tuple[int, int]:
     """(this process, number of processes), as torchrun and `accelerate launch` set them."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """True for the one process of a run that writes and prints."""
+    return rank_and_world()[0] == 0
+
+
+def join_processes(device: torch.device) -> None:
+    """Connect the processes of a run; before anything else asks accelerate for its state."""
+    if rank_and_world()[1] > 1:
+        PartialState(cpu=device.type == "cpu")
+
+
+def wait_for_everyone() -> None:
+    """Let all processes of a run meet; nothing before ``join_processes``, or in a single one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
 
 
 def seed_everything(seed: int, stage: str, step: int, process: int) -> None:

@@ -13,10 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import PartialState
-
-from ltconvert.distill.processes import rank_and_world
 from ltconvert.errors import UserError
 
 STAGE_FILE = "stage.json"
@@ -84,10 +80,15 @@ def read_record(stage_dir: Path) -> StageRecord | None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON to a neighbour, then rename: a reader never sees half a file."""
+    """Write JSON whole, see ``write_whole``."""
+    write_whole(path, json.dumps(value, indent=1))
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write to a neighbour, then rename: a reader never sees half a file."""
     partial = path.with_name(path.name + ".tmp")
-    with partial.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=1)
+    with partial.open("wb") as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(partial, path)
@@ -99,23 +100,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {
         name: metadata.version(name) for name in packages
     }
-
-
-def is_main_process() -> bool:
-    """True for the one process of a run that writes."""
-    return rank_and_world()[0] == 0
-
-
-def join_processes(device: torch.device) -> None:
-    """Connect the processes of a run; before anything else asks accelerate for its state."""
-    if rank_and_world()[1] > 1:
-        PartialState(cpu=device.type == "cpu")
-
-
-def wait_for_everyone() -> None:
-    """Let all processes of a run meet; nothing before ``join_processes``, or in a single one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.barrier()
 
 
 @contextmanager

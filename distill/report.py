@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ltconvert.distill.records import write_whole
 from ltconvert.distill.reporting import evaluation_sections, run_sections
 from ltconvert.distill.reporting.run_folder import RunFolder, read_run
 from ltconvert.distill.reporting.tables import NOT_RUN, Section, number, percent, runs
@@ -42,13 +42,13 @@ def build_report(run_dir: Path | str) -> list[Path]:
     pictures = run.folder / PLOTS_FOLDER
     pictures.mkdir(exist_ok=True)
     for plot in (plot for section in sections for plot in section.plots):
-        _write(pictures / f"{plot.name}.png", plot.png)
+        write_whole(pictures / f"{plot.name}.png", plot.png)
     written = [run.folder / "report.md", run.folder / "report.html"]
     for path in written:
-        _write(path, _render(f"{path.name}.j2", values).encode())
+        write_whole(path, _render(f"{path.name}.j2", values))
     if (run.folder / "student" / "config.json").exists():
         written.append(run.folder / "student" / "README.md")
-        _write(written[-1], model_card(run, sections).encode())
+        write_whole(written[-1], model_card(run, sections))
     return written
 
 
@@ -168,10 +168,3 @@ def _fenced(text: str) -> str:
     longest = max((len(found) for found in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write whole, then rename."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_bytes(content)
-    os.replace(partial, path)

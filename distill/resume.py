@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, first_line
 
 CHECKPOINT = "checkpoint"
 _STATE, _PARAMETERS, _OPTIMISER = "state.json", "parameters.safetensors", "optimizer.pt"
@@ -114,7 +114,7 @@ def load_checkpoint(
     except UserError:
         raise
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise _damaged(folder, str(error).strip().splitlines()[0]) from error
+        raise _damaged(folder, first_line(error)) from error
     return state
 
 

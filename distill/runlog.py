@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +14,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ltconvert.distill.processes import rank_and_world
+from ltconvert.distill.processes import is_main_process
 from ltconvert.distill.progress import Bar, StepLine
+from ltconvert.distill.records import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 _PLAIN_SECONDS = 5.0  # between two plain lines
@@ -36,7 +36,7 @@ class RunLog:
         self, run_dir: Path | None, console: Console | None = None, json: bool = False
     ) -> None:
         self.run_dir = run_dir
-        self._main = rank_and_world()[0] == 0
+        self._main = is_main_process()
         stream = sys.stderr if json else sys.stdout
         self._console = console or Console(file=stream, highlight=False, soft_wrap=True)
         self._file: IO[str] | None = None
@@ -73,9 +73,7 @@ class RunLog:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         kept = [line for line in lines if _is_kept(line, stage, step)]
         if kept != lines:
-            partial = path.with_name(path.name + ".tmp")
-            partial.write_text("".join(kept), encoding="utf-8")
-            os.replace(partial, path)
+            write_whole(path, "".join(kept))
 
     @contextmanager
     def steps(self, stage: str, total: int, done: int = 0) -> Iterator[StepLine]:

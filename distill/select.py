@@ -15,11 +15,11 @@ import torch
 
 from ltconvert.distill.data import Batch, PackedStream
 from ltconvert.distill.logits import frozen_copy
-from ltconvert.distill.records import is_main_process, wait_for_everyone
+from ltconvert.distill.processes import is_main_process, wait_for_everyone
 from ltconvert.distill.selection import kl_fast, kl_greedy, kl_trained, recall
 from ltconvert.distill.selection.cost import batch_shape
+from ltconvert.distill.selection.partial import Progress
 from ltconvert.distill.selection.probe import Probe
-from ltconvert.distill.selection.progress import Progress
 from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
 from ltconvert.distill.selection.render import render_selection
 from ltconvert.distill.selection.result import Scores, Selection
@@ -159,6 +159,8 @@ def read_batches(settings: SelectSettings, inputs: StageInputs) -> list[Batch]:
         seq_len_tokens=settings.seq_len_tokens,
         rows=rows,
         seed=inputs.seed,
+        rank=0,  # not this process's share: all have to rank and train the same layers
+        world=1,
     )
     return [next(stream) for _ in range(batches)]
 

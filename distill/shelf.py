@@ -17,7 +17,7 @@ import torch
 
 from ltconvert.convert.checkpoint import load_student, read_provenance, save_student
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.distill.records import is_main_process
+from ltconvert.distill.processes import is_main_process
 from ltconvert.distill.resume import CHECKPOINT
 from ltconvert.distill.stage import STUDENT_FOLDER
 from ltconvert.errors import UserError

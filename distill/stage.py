@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ltconvert.distill.data import PackedStream
+from ltconvert.distill.precision import autocast
 from ltconvert.distill.processes import rank_and_world
 from ltconvert.distill.trainer import Objective, TrainResult, train
 
@@ -29,7 +29,6 @@ class StageInputs:
 
     Attributes:
         student: the student that the stage before left, on ``device``.
-        selection: physical layers that stay full; None before they are chosen.
         precision: ``fp32`` or ``bf16`` (matrix products; weights stay as they are).
         seed: differs from stage to stage, the same in every run of a recipe.
     """
@@ -37,9 +36,7 @@ class StageInputs:
     teacher: Teacher
     recipe: Recipe
     student: LT2ForCausalLM
-    selection: list[int] | None
     tokenizer: Any
-    run_dir: Path
     log: RunLog
     precision: str
     device: torch.device
@@ -75,16 +72,14 @@ class StageInputs:
             seed=self.seed,
         )
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> torch.autocast:
         """Matrix products in the run's precision."""
-        wanted = self.precision == "bf16"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=wanted)
+        return autocast(self.device, self.precision)
 
 
 @dataclass
 class StageResult:
-    """What a stage leaves: the student, scores if any, and facts (tokens, steps, seconds, ...)."""
+    """What a stage leaves: the student, and facts (tokens, steps, seconds, ...)."""
 
     student: LT2ForCausalLM
-    scores: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)

@@ -38,7 +38,7 @@ from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import TrainSettings
 
-__all__ = ["Objective", "Stream", "TrainResult", "autocast", "train"]
+__all__ = ["Objective", "Stream", "TrainResult", "train"]
 
 CHECKPOINT_STEPS_VARIABLE = "LTCONVERT_CHECKPOINT_STEPS"  # a checkpoint every n steps
 
@@ -95,7 +95,10 @@ class _Loop:
         self.accelerator = Accelerator(mixed_precision="no", cpu=run.device.type == "cpu")
         self.plan = plan_steps(run.settings, self.accelerator.num_processes)
         self.parameters = trainable(run.objective.module)
-        self.optimizer = build_optimizer(run.objective.parameter_groups(), run.settings)
+        objective = run.objective
+        self.optimizer = build_optimizer(
+            objective.parameter_groups(), run.settings, objective.module
+        )
         identity = {
             "seed": run.seed,
             "precision": run.precision,

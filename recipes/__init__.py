@@ -99,13 +99,6 @@ def validate(mapping: Mapping[str, Any], *, where: str) -> Recipe:
         raise UserError(f"{where}: {one_line(error)}") from None
 
 
-def load_resolved(path: Path) -> Recipe:
-    """A Recipe written by `dump` (`recipe.resolved.yaml` of a run folder)."""
-    if not path.is_file():
-        raise UserError(f"{path}: no resolved recipe here; is this a run folder of ltconvert?")
-    return validate(_parse(path.read_text(encoding="utf-8"), where=str(path)), where=str(path))
-
-
 def dump(recipe: Recipe) -> str:
     """The whole recipe as YAML, every default written out."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

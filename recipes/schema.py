@@ -10,6 +10,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
+STAGES = ("align", "select", "logits", "longctx")  # in the order in which they run
 Method = Literal["kl", "kl-fast", "kl-greedy", "recall", "uniform", "list"]
 
 
@@ -224,6 +225,13 @@ class Recipe(Settings):
     logits: LogitsSettings = LogitsSettings()
     longctx: LongctxSettings = LongctxSettings()
     eval: EvalSettings = EvalSettings()
+
+    @property
+    def stages(self) -> list[str]:
+        """Stages that run, in order; a student with nothing converted is not aligned."""
+        wanted = [stage for stage in STAGES if getattr(self, stage).enabled]
+        converts = self.student.mixer != "full"
+        return [stage for stage in wanted if converts or stage not in ("align", "select")]
 
     @model_validator(mode="after")
     def _list_method_has_a_list(self) -> Self:

@@ -58,6 +58,14 @@ class Projections(nn.Module):
         return q, k, v
 
 
+class ZeroLinear(nn.Linear):
+    """A linear layer that starts at 0, in a model made from scratch too."""
+
+    def reset_parameters(self) -> None:
+        """All weights 0."""
+        nn.init.zeros_(self.weight)
+
+
 class Attention(Projections):
     """Causal softmax attention with the teacher's own window, positions and soft cap.
 
@@ -75,8 +83,7 @@ class Attention(Projections):
         self.window = window
         if sdpa_gate:
             width = self.num_heads * self.head_dim
-            self.gate_proj = nn.Linear(spec.hidden_size, width, bias=False)
-            nn.init.zeros_(self.gate_proj.weight)
+            self.gate_proj = ZeroLinear(spec.hidden_size, width, bias=False)
 
     def forward(
         self, x_BTC: Tensor, context: SequenceContext, cache_layer: CacheLayerMixin | None = None

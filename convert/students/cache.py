@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -48,10 +50,34 @@ class LoopCache(Cache):
         """Count tokens that all slots have taken in."""
         self.num_tokens += num_tokens
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back tokens, as assisted generation does with a rejected draft.
+
+        Raises:
+            RuntimeError: a slot is linear: its state cannot go back.
+        """
+        super().crop(tokens_to_remove)
+        self.num_tokens = next(
+            layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)
+        )
+
     def reset(self) -> None:
         """Forget everything, keep the objects."""
         super().reset()
         self.num_tokens = 0
+
+
+class _OwnTokenLayer(DynamicSlidingWindowLayer):
+    """Cache of a window of one token: empty. Its parent's ``[-window + 1:]`` would keep all."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values alone; nothing is kept."""
+        found = super().update(key_states, value_states, *args, **kwargs)
+        if not getattr(self, "record_past", False):  # new in transformers 5.2x
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        return found
 
 
 def _layer(layer_type: str, window: int | None) -> CacheLayer:
@@ -61,7 +87,8 @@ def _layer(layer_type: str, window: int | None) -> CacheLayer:
         return LinearAttentionLayer()
     if layer_type == "sliding_attention":
         assert window is not None
-        return DynamicSlidingWindowLayer(sliding_window=window)
+        kind = _OwnTokenLayer if window == 1 else DynamicSlidingWindowLayer
+        return kind(sliding_window=window)
     raise ValueError(
         f"no cache layer for layer type {layer_type!r}; known: full_attention, linear_attention, "
         "sliding_attention"

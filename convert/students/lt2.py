@@ -64,12 +64,14 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         segment_ids: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **_: Any,
     ) -> LT2Output:
         """Token ids [B, T] -> logits [B, T or logits_to_keep, V] of the last loop.
 
         ``labels`` [B, T] are the token ids themselves, -100 where no loss is wanted; they are
-        shifted here, as everywhere in transformers.
+        shifted here, as everywhere in transformers. The loss is their mean, or their sum over
+        ``num_items_in_batch``, by which transformers' Trainer averages over accumulated batches.
         """
         output = self.model(
             input_ids=input_ids,
@@ -84,7 +86,9 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         output.logits = self.logits(output.last_hidden_state[:, keep])
         if labels is not None:
             flat = output.logits[:, :-1].flatten(0, 1).float()
-            output.loss = F.cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=-100)
+            reduction = "mean" if num_items_in_batch is None else "sum"
+            loss = F.cross_entropy(flat, labels[:, 1:].flatten(), reduction=reduction)
+            output.loss = loss if num_items_in_batch is None else loss / num_items_in_batch
         return output
 
     def _prepare_cache_for_generation(  # type: ignore[override]  # the signature varies by version

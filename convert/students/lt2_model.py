@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
+from ltconvert.convert.mixers.attention import ZeroLinear
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.rope import Rope
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
+from ltconvert.kernels.segments import segment_counts
 
 # transformers renamed the cache of models and outputs after 5.17
 CACHE_NAME = (
@@ -55,7 +57,7 @@ class LT2PreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, ZeroLinear):
             nn.init.normal_(module.weight, std=0.02)
             if isinstance(bias := getattr(module, "bias", None), Tensor):
                 nn.init.zeros_(bias)
@@ -152,6 +154,8 @@ class LT2Model(LT2PreTrainedModel):
         keep_BT = None if keep_BS is None else keep_BS[:, -num_tokens:]
         if keep_BT is not None and bool(keep_BT.all()):
             keep_BT = None
+        # Numbered anew: one that comes back is another document, in every mixer alike.
+        segment_ids = segment_counts(segment_ids, keep_BT)
         if position_ids is None:
             position_ids = _positions(h_BTC, keep_BS, segment_ids, past_length)
         rope = {name: table(position_ids) for name, table in self._ropes.items()}
@@ -273,11 +277,10 @@ def _positions(
 ) -> Tensor:
     """Positions [B or 1, T]: real tokens counted from 0 in each row and document."""
     num_tokens = h_BTC.shape[1]
-    index_T = torch.arange(num_tokens, device=h_BTC.device)
+    index_BS = torch.arange(past_length, past_length + num_tokens, device=h_BTC.device)[None]
     if keep_BS is not None:
-        return (keep_BS.long().cumsum(-1) - 1).clamp(min=0)[:, -num_tokens:]
-    if segment_ids is not None:
-        starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
-        first = torch.where(starts, index_T, torch.zeros_like(index_T)).cummax(dim=-1).values
-        return index_T - first
-    return (index_T + past_length)[None]
+        index_BS = keep_BS.long().cumsum(-1) - 1
+    if segment_ids is not None:  # a document's first token is a real one
+        starts_BT = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
+        index_BS = index_BS - index_BS.where(starts_BT, 0).cummax(dim=-1).values
+    return index_BS.clamp(min=0)[:, -num_tokens:]

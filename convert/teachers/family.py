@@ -110,7 +110,6 @@ def common_fields(config: Config, family: str, *, max_positions: int) -> dict[st
         "bos_token_id": config.get("bos_token_id"),
         "eos_token_id": config.get("eos_token_id"),
         "pad_token_id": config.get("pad_token_id"),
-        "extra": {"model_type": config.get("model_type")},
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, first_line
 
 _SMALL_FILES = ["*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
 _SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
@@ -60,5 +60,4 @@ def _reason(error: Exception) -> str:
             return reasons[kind.__name__]
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return "HF_HUB_OFFLINE is set and the local cache does not have it"
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{first[:200]} (no connection? a folder or a .gguf file works offline)"
+    return f"{first_line(error)} (no connection? a folder or a .gguf file works offline)"

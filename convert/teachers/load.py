@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ltconvert.convert.checkpoint import load_student
+from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.convert.teachers.registry import family_of
 from ltconvert.convert.teachers.source import Source, resolve
@@ -91,7 +92,7 @@ def describe_teacher(
     """``(spec, facts)`` without reading a weight.
 
     Facts: name, kind, source, revision, model_type, parameters (tied ones once), stored_bytes
-    (None for a hub id), cache_bytes_per_token (keys and values in bf16, windows not counted).
+    (None for a hub id), cache_bytes_per_token (see ``convert.inspect``).
 
     Raises:
         UserError: unknown reference or family.
@@ -99,16 +100,16 @@ def describe_teacher(
     source = resolve(reference, revision=revision)
     config = read_lt2_config(source)
     spec = config.spec()
-    slots = sum(kind != "linear_attention" for kind in config.layer_types or ())
+    sizes = model_facts(config)
     facts = {
         "name": source.name,
         "kind": source.kind,
         "source": source.location,
         "revision": source.revision,
         "model_type": source.config.get("model_type"),
-        "parameters": count_parameters(config),
+        "parameters": sizes.parameters,
         "stored_bytes": source.stored_bytes(),
-        "cache_bytes_per_token": 2 * 2 * spec.num_key_value_heads * spec.head_dim * slots,
+        "cache_bytes_per_token": sizes.cache_bytes_per_token,
     }
     return spec, facts
 
@@ -123,13 +124,6 @@ def read_lt2_config(source: Source) -> LT2Config:
 def read_spec(source: Source) -> TeacherSpec:
     """The architecture of the teacher that a source holds, from its published config alone."""
     return family_of(source.config).read_spec(source.config)
-
-
-def count_parameters(config: LT2Config) -> int:
-    """Parameters of a model, a tied head counted once."""
-    model = empty_model(config)
-    total = sum(value.numel() for value in model.state_dict().values())
-    return total - (model.head_weight.numel() if config.tie_word_embeddings else 0)
 
 
 def empty_model(config: LT2Config) -> LT2ForCausalLM:

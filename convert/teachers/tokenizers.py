@@ -11,7 +11,7 @@ from typing import Any
 from ltconvert.convert.teachers.gguf_file import GGUFFile
 from ltconvert.convert.teachers.ouro import CHAT_TEMPLATE, FAMILY_NAME
 from ltconvert.convert.teachers.spec import TeacherSpec
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, first_line
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -33,7 +33,9 @@ def folder_tokenizer(folder: Path) -> Any | None:
         try:
             return PreTrainedTokenizerFast.from_pretrained(folder)
         except Exception:
-            raise UserError(f"cannot read the tokenizer in {folder}: {_line(error)}") from error
+            raise UserError(
+                f"cannot read the tokenizer in {folder}: {first_line(error)}"
+            ) from error
 
 
 def gguf_tokenizer(file: GGUFFile) -> Any | None:
@@ -52,7 +54,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
     except Exception as error:
-        raise UserError(f"cannot read the tokenizer in {file.path}: {_line(error)}") from error
+        raise UserError(f"cannot read the tokenizer in {file.path}: {first_line(error)}") from error
     _keep(tokenizer, kept)
     return tokenizer
 
@@ -101,7 +103,3 @@ def _keep(tokenizer: Any, folder: Path) -> None:
         partial.rename(folder)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

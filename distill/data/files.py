@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ltconvert.distill.data.documents import Document, record_document, text_document
-from ltconvert.distill.data.flatten import SUPPORTED, kind_of, plain_file
+from ltconvert.distill.data.unpack import SUPPORTED, kind_of, plain_file
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import DataSettings
 

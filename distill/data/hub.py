@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ltconvert.distill.data.documents import Document, record_document
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, first_line
 from ltconvert.recipes.schema import DataSettings
 
 Cursor = dict[str, Any]
@@ -79,8 +79,7 @@ def _load(settings: DataSettings) -> Any:
 
 
 def _hub_error(settings: DataSettings, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return UserError(
         f"data.source {settings.source!r} is no file or folder here, and reading it from the hub "
-        f"failed: {reason}"
+        f"failed: {first_line(error)}"
     )

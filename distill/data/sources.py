@@ -10,9 +10,9 @@ import numpy as np
 
 from ltconvert.distill.data.documents import Document, Split
 from ltconvert.distill.data.files import FilesSource
-from ltconvert.distill.data.flatten import kind_of
 from ltconvert.distill.data.hub import HubSource
 from ltconvert.distill.data.topics import TopicsSource
+from ltconvert.distill.data.unpack import kind_of
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import DataSettings
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ltconvert.distill.data.documents import Document
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, first_line
 
 # What base models were pretrained to see between documents. An instruct tokenizer's eos often is
 # the end of a turn instead (SmolLM2: `<|im_end|>`), so these names come first.
@@ -21,9 +21,7 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.separator = separator_id(tokenizer)
-        ids = tokenizer("a")["input_ids"]
-        bos = tokenizer.bos_token_id
-        self._bos = bos if bos is not None and len(ids) > 1 and ids[0] == bos else None
+        self._bos = tokenizer.bos_token_id if starts_with_bos(tokenizer) else None
 
     def encode(self, documents: Sequence[Document]) -> list[np.ndarray]:
         """Token ids of every document, int64, the separator last."""
@@ -50,13 +48,20 @@ class Encoder:
         try:
             return self._tokenizer.apply_chat_template(document.content, tokenize=False)
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"the teacher's chat template refuses a chat: {reason}") from error
+            raise UserError(
+                f"the teacher's chat template refuses a chat: {first_line(error)}"
+            ) from error
 
     def _close(self, ids: list[int]) -> np.ndarray:
         if self._bos is not None and (not ids or ids[0] != self._bos):
             ids = [self._bos, *ids]
         return np.array([*ids, self.separator], np.int64)
+
+
+def starts_with_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts its beginning-of-text token before a text (Gemma, Llama)."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
 
 
 def separator_id(tokenizer: Any) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ltconvert.distill.data.tokens import starts_with_bos
 from ltconvert.distill.evaluation.task_files import load_tasks
 from ltconvert.distill.evaluation.task_scores import summarise
 from ltconvert.errors import UserError
@@ -93,7 +94,7 @@ def _evaluate(
         batch_size=batch_size,
         mixed_precision_dtype="bfloat16" if precision == "bf16" else None,
         softmax_dtype="float32",
-        add_bos_token=_starts_with_bos(tokenizer) or None,
+        add_bos_token=starts_with_bos(tokenizer) or None,  # lm-eval by itself would put none
     )
     tasks = TaskManager(include_defaults=False).load(loaded)
     for task in tasks["tasks"].values():
@@ -106,12 +107,6 @@ def _evaluate(
     return evaluate(
         lm=wrapped, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP_ROUNDS, log_samples=True
     )
-
-
-def _starts_with_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts BOS before a text (Gemma, Llama); lm-eval by itself would not."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    return bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
 
 
 @contextlib.contextmanager

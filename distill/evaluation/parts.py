@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.distill.data import Batch, heldout_batches
+from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.generation import (
     decode_speed,
     generation_agreement,
@@ -16,14 +16,13 @@ from ltconvert.distill.evaluation.generation import (
 )
 from ltconvert.distill.evaluation.lm_eval import run_tasks
 from ltconvert.distill.evaluation.recall import recall_scores
-from ltconvert.distill.evaluation.scores import heldout_scores
+from ltconvert.distill.evaluation.scores import BATCH_TOKENS, heldout_rows, heldout_scores
 from ltconvert.distill.evaluation.task_scores import compare
 
 if TYPE_CHECKING:
     from ltconvert.distill.runlog import RunLog
     from ltconvert.recipes.schema import DataSettings, EvalSettings
 
-BATCH_TOKENS = 4096  # tokens of a forward pass
 PROMPT_TOKENS = 64
 TASK_ROWS = 8
 
@@ -50,10 +49,7 @@ class Evaluation:
     def batches(self) -> list[Batch]:
         """The fixed held-out rows, read once."""
         if self._batches is None:
-            length = self.settings.heldout_seq_len_tokens
-            rows = max(1, BATCH_TOKENS // length)
-            wanted = self.settings.heldout_tokens
-            self._batches = heldout_batches(self.data, self.tokenizer, wanted, length, rows)
+            self._batches = heldout_rows(self.data, self.tokenizer, self.settings)
         return self._batches
 
     def each(self, measure: Callable[[LT2ForCausalLM], Any]) -> dict[str, Any]:

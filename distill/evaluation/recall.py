@@ -25,6 +25,7 @@ from ltconvert.distill.evaluation.recall_examples import (
     retrieval_examples,
 )
 from ltconvert.distill.evaluation.statistics import proportion
+from ltconvert.distill.precision import autocast
 
 __all__ = [
     "DEPTHS",
@@ -53,7 +54,7 @@ def answer_scores(
     examples = examples.to(device)
     ids_BT, start_B = examples.input_ids_BT, examples.answer_start_B
     longest = ids_BT.shape[1] - int(start_B.min())
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+    with autocast(device, precision):
         logits = model(input_ids=ids_BT, logits_to_keep=longest + 1, use_cache=False).logits
     logits_BAV = logits[:, :-1].float()
     target_BA = ids_BT[:, -longest:]
@@ -76,7 +77,6 @@ def recall_scores(
     depths: Sequence[float] = DEPTHS,
     precision: str = "fp32",
     batch_tokens: int = 16_384,
-    log: Any | None = None,
 ) -> dict[str, Any]:
     """Exact match of the hidden number by kind, length and depth.
 
@@ -93,10 +93,8 @@ def recall_scores(
         found[kind] = {}
         for length in lengths:
             batch = retrieval_examples(tokenizer, length, examples, seed, kind, depths)
-            score = _length_scores(model, batch, precision, max(1, batch_tokens // length))
-            found[kind][str(length)] = score
-            if log is not None:
-                log.say(f"recall {kind} at {length} tokens: {score['accuracy']:.2f}")
+            rows = max(1, batch_tokens // length)
+            found[kind][str(length)] = _length_scores(model, batch, precision, rows)
     return found
 
 

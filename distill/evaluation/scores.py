@@ -13,18 +13,23 @@ import torch
 from torch import Tensor
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.distill.data import Batch
+from ltconvert.distill.data import Batch, heldout_batches
 from ltconvert.distill.evaluation.statistics import ratio
+from ltconvert.distill.precision import autocast
 from ltconvert.errors import UserError
 from ltconvert.kernels.linear_kl import linear_scores
+from ltconvert.recipes.schema import DataSettings, EvalSettings
 
 QUANTITIES = ("kl", "student_nll", "teacher_nll", "agreement")
 NUM_BUCKETS = 32
+BATCH_TOKENS = 4096  # tokens of a forward pass
 
 
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Matmuls in bf16 where ``precision`` says so, everything as stored otherwise."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+def heldout_rows(data: DataSettings, tokenizer: Any, settings: EvalSettings) -> list[Batch]:
+    """The fixed rows that a run is scored on, at every stage and at its end."""
+    length = settings.heldout_seq_len_tokens
+    rows = max(1, BATCH_TOKENS // length)
+    return heldout_batches(data, tokenizer, settings.heldout_tokens, length, rows)
 
 
 @torch.inference_mode()
@@ -34,7 +39,6 @@ def heldout_scores(
     batches: Iterable[Batch],
     *,
     precision: str = "fp32",
-    log: Any | None = None,
 ) -> dict[str, Any]:
     """How far a student is from its teacher on fixed text. Logits never stand in memory as a whole.
 
@@ -42,9 +46,8 @@ def heldout_scores(
 
     Args:
         teacher, student: on one device; without a student only the teacher is scored.
-        batches: fixed rows, see ``ltconvert.distill.data.heldout_batches``.
+        batches: see ``heldout_rows``.
         precision: ``fp32`` or ``bf16``.
-        log: gets one line when done.
 
     Returns:
         ``kl`` = KL(teacher || student) in nats a token, ``student_ppl``, ``teacher_ppl``,
@@ -67,8 +70,6 @@ def heldout_scores(
     scores = _summary(sums_QR, counts_R, with_student=student is not None)
     if student is not None:
         scores["kl_by_position"] = _by_position(torch.cat([sums for *_, sums in rows], dim=1))
-    if log is not None:
-        log.say(describe(scores))
     return scores
 
 
@@ -86,9 +87,9 @@ def describe(scores: dict[str, Any]) -> str:
 
 def last_hidden(model: LT2ForCausalLM, batch: Batch) -> Tensor:
     """The normed stream [B, T, C] that the head reads."""
-    mask = None if bool(batch.keep_BT.all()) else batch.keep_BT
-    output = model.model(batch.input_ids_BT, attention_mask=mask, segment_ids=batch.segment_ids_BT)
-    return output.last_hidden_state
+    return model.model(
+        batch.input_ids_BT, attention_mask=batch.keep_BT, segment_ids=batch.segment_ids_BT
+    ).last_hidden_state
 
 
 def _score_batch(

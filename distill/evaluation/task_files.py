@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ltconvert.distill.evaluation.offline_tasks import FOLDER
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, first_line
 
 
 def load_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> list[Any]:
@@ -194,7 +194,7 @@ def _reason(error: Exception) -> str | None:
     """Why a task does not load, where a person can mend it; else None."""
     offline = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout"}
     names = {type(cause).__name__ for cause in _causes(error)}
-    first = str(error).strip().split("\n")[0][:200]
+    first = first_line(error)
     if isinstance(error, UserError):
         return first
     if names & offline or any(isinstance(cause, ConnectionError) for cause in _causes(error)):

@@ -19,7 +19,8 @@ from ltconvert.kernels.linear_kl import CHUNK_BYTES
 from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe, SelectSettings
 
 FP32, BF16 = 4, 2
-_CHUNK_COPIES = 6  # logits, log-probabilities and their gradients, of both models
+# Scoring layers keeps three of each model (`selection.compare`); training needs about two.
+_CHUNK_COPIES = 6
 RUNTIME_BYTES = 700 << 20  # interpreter, libraries, or a GPU's context
 # (hidden, intermediate, heads * head_dim) coefficients; tests hold them against autograd.
 _SAVED = {

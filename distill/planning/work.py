@@ -14,18 +14,19 @@ from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.planning.machine import Machine
 from ltconvert.distill.planning.models import Models
-from ltconvert.distill.selection.cost import batch_shape, most_cost
+from ltconvert.distill.selection.cost import most_cost
 from ltconvert.distill.selection.result import Cost
 from ltconvert.distill.selection.short_training import short_settings
+from ltconvert.kernels.delta_rule.chunks import CHUNK_TOKENS
 from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe
 
-# Share of a large matrix product's speed that a model reaches; recurrences, norms and small
-# products take the rest. From the runs in benchmarks/results.
+# Share of a large matrix product's speed that a model is taken to reach; recurrences, norms and
+# small products take the rest. Assumed, not measured: `plan(tokens_per_second=...)` takes a speed
+# that is known.
 EFFICIENCY = {"cpu": 0.4, "cuda": 0.35}
 # AdamW reads weight, gradient and two moments and writes three of them back; clipping reads the
 # gradient once more.
 OPTIMISER_BYTES = 32
-_CHUNK = 64  # tokens of a chunk of the delta rule
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,7 @@ def _select(recipe: Recipe, models: Models) -> Work:
     body = max(
         forward_flops(x, models.spec, length, head=False) for x in (models.teacher, models.linear)
     )
-    rows, _ = batch_shape(recipe.select)
-    scored = _scored_tokens(recipe, models, cost, rows * length)
+    scored = _scored_tokens(recipe, models, cost)
     flops = cost.forward_tokens * body + 2 * scored * _head_flops(models.spec)
     if not cost.trained_tokens:
         return Work(cost.tokens, 0, flops)
@@ -126,7 +126,7 @@ def _select(recipe: Recipe, models: Models) -> Work:
     )
 
 
-def _scored_tokens(recipe: Recipe, models: Models, cost: Cost, batch_tokens: int) -> float:
+def _scored_tokens(recipe: Recipe, models: Models, cost: Cost) -> float:
     """Tokens whose KL is computed, over all changed models; recall scores a few answers only."""
     if recipe.select.method == "recall" or not cost.tokens:
         return 0.0
@@ -148,7 +148,7 @@ def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) 
     width = spec.num_attention_heads * spec.head_dim
     if facts.mixer == "gdn":
         # Within a chunk five products with its tokens, across chunks three with the state.
-        return 2 * facts.mixer_parameters + width * (5 * _CHUNK + 6 * spec.head_dim)
+        return 2 * facts.mixer_parameters + width * (5 * CHUNK_TOKENS + 6 * spec.head_dim)
     seen = length / 2 if facts.window is None else min(length / 2, facts.window)
     return 2 * facts.mixer_parameters + 4 * width * seen
 

@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from ltconvert.errors import UserError
+from ltconvert.recipes.schema import STAGES
 
-STAGE_ORDER = ("start", "align", "select", "logits", "longctx")
+STAGE_ORDER = ("start", *STAGES)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.distill.selection.progress import Progress
+from ltconvert.distill.selection.partial import Progress
 from ltconvert.distill.selection.walk import Inputs
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ def read_batch(batch: Batch, device: torch.device) -> Inputs:
     """The inputs of a pass that scores every token which has a successor."""
     batch = batch.to(device)
     at_BT = (batch.labels_BT >= 0) & batch.keep_BT
-    keep_BT = None if bool(batch.keep_BT.all()) else batch.keep_BT
-    return Inputs(batch.input_ids_BT, keep_BT, batch.segment_ids_BT, at_BT)
+    return Inputs(batch.input_ids_BT, batch.keep_BT, batch.segment_ids_BT, at_BT)
 
 
 class Stopwatch:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ltconvert.distill.selection.ranking import Stability
 from ltconvert.distill.selection.result import Selection
 
 BAR_CELLS = 20
@@ -52,14 +53,12 @@ def summary_lines(selection: Selection) -> list[str]:
 
 def _stability(selection: Selection) -> str:
     history = selection.history
-    unchanged = 0
-    while unchanged + 1 < len(history) and history[-2 - unchanged] == history[-1]:
-        unchanged += 1
     unit = "layers" if selection.method == "kl" else "batches"
     if selection.method == "kl-greedy":
         early = "; rounds ended early where the pick had settled" if selection.stopped_early else ""
         return f"Stability: {len(history)} picks{early}"
     early = ", stopped early" if selection.stopped_early else ""
+    unchanged = Stability(len(history), history).unchanged
     return f"Stability: {len(history)} {unit}, unchanged in the last {unchanged}{early}"
 
 

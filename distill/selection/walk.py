@@ -23,7 +23,7 @@ class Inputs:
 
     Attributes:
         input_ids_BT: token ids.
-        keep_BT: False at padding; None when nothing is padding.
+        keep_BT: False at padding; None: nothing is padding.
         segment_ids_BT: documents of packed rows; None when a row is one document.
         at_BT: the tokens whose hidden states are wanted, N of them.
     """

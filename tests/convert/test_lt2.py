@@ -12,7 +12,7 @@ from helpers import FAMILIES, tiny_model, tiny_spec, tokens
 
 from ltconvert.convert.checkpoint import load_student, save_student
 from ltconvert.convert.students.loop import make_schedule
-from ltconvert.convert.students.lt2 import LT2ForCausalLM, exit_probabilities
+from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, exit_probabilities
 from ltconvert.convert.transfer import build_student
 
 MIXERS = {
@@ -240,3 +240,66 @@ def test_a_foreign_cache_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"model\.new_cache"):
         student("llama", "gdn")(tokens(1, 3), cache=DynamicCache())
+
+
+def test_a_cropped_cache_goes_on_as_if_the_tokens_had_not_been() -> None:
+    model, ids = student("ouro", "full"), tokens(1, 12)
+    with torch.no_grad():
+        cache = model.new_cache()
+        model(ids[:, :9], cache=cache)
+        cache.crop(-3)
+        assert cache.get_seq_length() == 6
+        again = model(ids[:, 6:], cache=cache).logits
+        torch.testing.assert_close(again, model(ids).logits[:, 6:], **TOLERANCE)
+
+
+def test_a_window_of_one_token_caches_nothing() -> None:
+    model = tiny_model(tiny_spec("llama"), ["window"] * 3, window_tokens=1).double()
+    ids = tokens(2, 6)
+    with torch.no_grad():
+        cache = model.new_cache()
+        steps = [model(piece, cache=cache).logits for piece in ids.split([3, 1, 1, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(steps, dim=1), model(ids).logits, **TOLERANCE)
+    assert {layer.keys.shape[2] for layer in cache.layers} == {0}
+
+
+@pytest.mark.parametrize("mixers", list(MIXERS))
+def test_a_document_number_that_comes_back_is_another_document(mixers: str) -> None:
+    model, ids = student("llama", mixers), tokens(1, 9)
+    fresh, again = torch.tensor([[[0, 0, 0, 1, 1, 1, last, last, last]] for last in (2, 0)])
+    with torch.no_grad():
+        expected = model(ids, segment_ids=fresh).logits
+        torch.testing.assert_close(model(ids, segment_ids=again).logits, expected, **TOLERANCE)
+
+
+def test_positions_start_anew_in_each_document_beside_padding_too() -> None:
+    model = student("llama", "full")
+    segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [7, 7, 3, 3, 3, 3, 3, 3, 4]])
+    keep = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 0, 1, 1, 0, 0]])
+    expected = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 0], [0, 0, 0, 1, 0, 2, 3, 0, 0]])
+    context = model.model.context(torch.zeros(2, 9, 32), attention_mask=keep, segment_ids=segments)
+    cos, _ = context.rope["default"]
+    table, _ = model.model._ropes["default"](expected)
+    kept = keep.bool()
+    assert torch.equal(cos[kept], table[kept])
+
+
+def test_every_new_part_of_a_model_from_scratch_is_neutral() -> None:
+    config = LT2Config.from_spec(tiny_spec("llama"), ["gdn", "full", "window"], sdpa_gate=True)
+    for name, parameter in LT2ForCausalLM(config).named_parameters():
+        if "mixer.gate_proj" in name:
+            assert not parameter.any(), name
+
+
+def test_losses_of_accumulated_batches_add_up_to_the_mean_over_their_labels() -> None:
+    """As transformers' Trainer asks of a forward that takes keywords."""
+    model, ids = student("llama", "full"), tokens(3, 8)
+    labels = ids.clone()
+    labels[0, :6] = -100
+    whole = model(ids, labels=labels).loss
+    count = (labels[:, 1:] >= 0).sum()
+    parts = [
+        model(ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=count).loss
+        for i in range(3)
+    ]
+    torch.testing.assert_close(sum(parts), whole)

@@ -79,6 +79,20 @@ def test_sharing_is_memory_and_copying_is_not() -> None:
         assert student.lm_head.weight is student.model.embed_tokens.weight
 
 
+def test_a_student_as_teacher_keeps_its_residual_and_its_mixers_to_itself() -> None:
+    options = {"loop_residual": True, "window_tokens": 5}
+    spec = tiny_spec("ouro", num_loops=3)
+    teacher, ids = tiny_model(spec, ["window", "full", "full"], **options), tokens(1, 9)
+    with torch.no_grad():
+        teacher.model.loop_residual.normal_()
+        again = build_student(teacher, teacher.config.mixers, options, share=True)
+        assert torch.equal(again(ids).logits, teacher(ids).logits)
+        fewer = build_student(teacher, teacher.config.mixers, options | {"loops": 2})
+        assert torch.equal(fewer.model.loop_residual, teacher.model.loop_residual[:2])
+    windows = (model.model.layers[0].mixer.q_proj.weight for model in (teacher, again))
+    assert len({weight.data_ptr() for weight in windows}) == 2  # the stage align trains it
+
+
 def test_a_tensor_without_a_place_is_an_error() -> None:
     teacher = tiny_model(tiny_spec("llama"))
     teacher.model.layers[1].mixer.register_parameter("sinks", torch.nn.Parameter(torch.ones(4)))

@@ -147,7 +147,7 @@ def test_a_second_reading_finds_the_unpacked_copy(
     path.write_bytes(lzma.compress(write_jsonl(tmp_path / "plain").read_bytes()))
     first = both_splits(settings(path))
     monkeypatch.setitem(
-        sys.modules["ltconvert.distill.data.flatten"].OPENERS,
+        sys.modules["ltconvert.distill.data.unpack"].OPENERS,
         ".xz",
         lambda path: pytest.fail("unpacked again"),
     )

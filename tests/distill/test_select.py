@@ -50,9 +50,7 @@ def inputs_of(case: tuple[Path, Teacher], **sections: dict[str, Any]) -> StageIn
         teacher=teacher,
         recipe=make_recipe(folder, **sections),
         student=student.eval().requires_grad_(False),
-        selection=None,
         tokenizer=teacher.tokenizer,
-        run_dir=folder,
         log=RunLog(None),
         precision="fp32",
         device=torch.device("cpu"),
@@ -99,6 +97,20 @@ def test_every_method_writes_a_selection_that_can_be_read(
         == f"--set student.full_layers=[{selection.chosen[0]},{selection.chosen[1]}]"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["selection.json"]
+
+
+def test_every_process_scores_the_same_rows(
+    case: tuple[Path, Teacher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each would rank, and in the method ``kl`` train, other layers than its peers."""
+    inputs = inputs_of(case)
+    alone = select.read_batches(settings(), inputs)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        found = select.read_batches(settings(), inputs)
+        for mine, theirs in zip(alone, found, strict=True):
+            assert torch.equal(mine.input_ids_BT, theirs.input_ids_BT)
 
 
 def test_a_list_is_taken_whatever_the_method(case: tuple[Path, Teacher], tmp_path: Path) -> None:

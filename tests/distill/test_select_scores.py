@@ -19,8 +19,8 @@ from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.recall import answer_scores
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.selection import compare, kl_fast, kl_greedy, recall
+from ltconvert.distill.selection.partial import Progress
 from ltconvert.distill.selection.probe import Probe
-from ltconvert.distill.selection.progress import Progress
 from ltconvert.distill.stage import StageInputs
 from ltconvert.kernels.linear_kl import linear_scores
 from ltconvert.recipes.schema import SelectSettings
@@ -67,9 +67,7 @@ def probe(
         teacher=SimpleNamespace(model=teacher),
         recipe=None,
         student=student,
-        selection=None,
         tokenizer=tokenizer,
-        run_dir=Path(),
         log=RunLog(None),
         precision="fp32",
         device=torch.device("cpu"),

@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import math
+import re
 import signal
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import tiny_model, tiny_spec
 from toy_training import (
     SEQ,
     ToyModel,
@@ -23,9 +25,10 @@ from toy_training import (
     write_corpus,
 )
 
+from ltconvert.convert.transfer import build_student
 from ltconvert.distill import resume
 from ltconvert.distill.interrupt import Stopped
-from ltconvert.distill.optim import lr_share, plan_steps
+from ltconvert.distill.optim import build_optimizer, lr_share, plan_steps
 from ltconvert.distill.precision import pick_precision
 from ltconvert.errors import UserError
 
@@ -80,6 +83,22 @@ def test_equals_a_loop_written_out(folder: Path, tiny_tokenizer: Any) -> None:
     assert [record["step"] for record in records] == list(range(1, 8))
     assert records[-1]["loss"] == pytest.approx(result.metrics["loss"])
     assert {"stage", "step", "loss", "ce", "lr", "grad_norm", "tokens"} == set(records[0])
+
+
+def test_only_matrices_decay() -> None:
+    """Not the identity of a convolution, a norm by head and channel, a residual by loop."""
+    teacher = tiny_model(tiny_spec("ouro", num_loops=2, qkv_bias=True))
+    options = {"loop_residual": True, "sdpa_gate": True}
+    student = build_student(teacher, ["gdn", "full", "window"], options)
+    settings = make_settings(weight_decay=0.1)
+    group = {"name": "all", "params": list(student.parameters()), "lr": 1.0}
+    optimizer = build_optimizer([group], settings, student)
+    decayed = {id(p) for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    seen = [p for g in optimizer.param_groups for p in g["params"]]
+    assert len(seen) == len({id(p) for p in seen}) == len(list(student.parameters()))
+    for name, parameter in student.named_parameters():
+        matrix = re.search(r"(_proj|embed_tokens|lm_head|exit_gate)\.weight$", name) is not None
+        assert (id(parameter) in decayed) == matrix, name
 
 
 def test_progress_runs_from_0_to_below_1(folder: Path, tiny_tokenizer: Any) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.lt2 import LT2Config, exit_probabilities
 from ltconvert.convert.teachers import ouro
 from ltconvert.convert.teachers.load import (
-    count_parameters,
     describe_teacher,
     empty_model,
     load_teacher,
@@ -84,7 +84,7 @@ def test_published_1_4b_names_and_sizes() -> None:
     }
     assert {family.rename(name): shape for name, shape in published.items()} == expected
     assert {family.publish(name) for name in expected} == set(published)
-    assert count_parameters(LT2Config.from_spec(spec)) == 1_434_652_673
+    assert model_facts(LT2Config.from_spec(spec)).parameters == 1_434_652_673
 
 
 def test_published_2_6b_size() -> None:
@@ -94,7 +94,7 @@ def test_published_2_6b_size() -> None:
         "layer_types": ["full_attention"] * 48,
     }
     assert len(ouro_oracle.shapes(config)) == 533
-    assert count_parameters(LT2Config.from_spec(ouro.read_ouro(config))) == 2_667_974_657
+    assert model_facts(LT2Config.from_spec(ouro.read_ouro(config))).parameters == 2_667_974_657
 
 
 def test_published_config_round_trip() -> None:

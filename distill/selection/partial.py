@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ltconvert.distill.records import is_main_process, write_json
+from ltconvert.distill.processes import is_main_process
+from ltconvert.distill.records import write_json
 
 
 class Progress:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ltconvert.distill.data.documents import missing_field
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, first_line
 from ltconvert.recipes.schema import DataSettings
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -137,4 +137,4 @@ def _parquet_lines(path: Path, settings: DataSettings, out: IO[bytes]) -> None:
             for record in batch.to_pylist():
                 out.write(json.dumps(record, default=str).encode() + b"\n")
     except pyarrow.ArrowException as error:
-        raise EOFError(str(error).splitlines()[0]) from error
+        raise EOFError(first_line(error)) from error

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltconvert.distill.records import is_main_process, wait_for_everyone, write_json
+from ltconvert.distill.processes import is_main_process, wait_for_everyone
+from ltconvert.distill.records import write_json
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,10 +75,9 @@ def check_owner(run_dir: Path, recipe: Recipe, teacher: Teacher, precision: str)
         UserError: it belongs to another teacher, recipe or precision.
     """
     path = run_dir / RUN_FILE
-    digest = teacher.digest
     now = {
         "teacher": teacher.name,
-        "teacher digest": digest,
+        "teacher digest": teacher.digest,
         "recipe": recipe.name,
         "precision": precision,
     }

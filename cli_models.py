@@ -1,0 +1,28 @@
+"""How a model is named on the command line, and what a run of it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ltconvert.errors import UserError
+
+
+def student_folder(reference: str) -> str:
+    """`reference`, or the finished student inside it when it is a run folder.
+
+    Raises:
+        UserError: a run folder whose student is not there yet.
+    """
+    folder = Path(reference)
+    if not (folder / "recipe.resolved.yaml").is_file():
+        return reference
+    if (folder / "student" / "config.json").is_file():
+        return str(folder / "student")
+    raise UserError(
+        f"{reference} is a run folder without a finished student; repeat its distill command"
+    )
+
+
+def short_name(reference: str) -> str:
+    """The last part of a folder, file or hub id, fit for the name of a folder."""
+    return reference.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
