@@ -25,9 +25,11 @@ def distill(
 ) -> None:
     """All stages, evaluation and report; with `--json` the rows of the table on stdout."""
     from ltconvert.distill.evaluate import evaluate_run
+    from ltconvert.distill.evaluation.task_files import check_tasks
     from ltconvert.distill.processes import is_main_process
     from ltconvert.distill.report import show_evaluation
 
+    check_tasks(recipe.eval.tasks)  # a misspelt task should not come to light after the training
     start = _begin(session, recipe, teacher_name, out, revision)
     result = _pipeline(start)
     start.log.close()

@@ -206,12 +206,18 @@ def run(
 
     Raises:
         UserError: the folder holds a run of another teacher, recipe or setting; the disk refuses;
-            the teacher has no tokenizer; or a stage finds a mistake.
+            the teacher has no tokenizer or is a student; or a stage finds a mistake.
     """
     run_dir = Path(run_dir)
     device = torch.device(device) if device is not None else teacher.model.device
     if teacher.tokenizer is None:
         raise UserError(f"teacher {teacher.name} has no tokenizer; text cannot be tokenised")
+    converted = sorted(set(teacher.model.config.mixers) - {"full"})
+    if converted:
+        raise UserError(
+            f"teacher {teacher.name} is a student with {' and '.join(converted)} layers; a teacher "
+            "has full attention everywhere: give the model that it was made from"
+        )
     join_processes(device)
     with clear_disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)

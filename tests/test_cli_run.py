@@ -137,6 +137,16 @@ def test_a_folder_with_other_files_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_misspelt_task_is_refused_before_any_training(
+    case: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    tasks = ("--set", "eval.tasks=[ltconvert_nedle]")
+    assert run(app, words(case, "distill", "--out", str(out), *tasks)) == 2
+    assert "ltconvert_needle" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_select_layers_then_distill_in_one_folder(
     case: Path, tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

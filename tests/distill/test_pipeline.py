@@ -266,3 +266,10 @@ def test_align_in_groups_trains_every_layer(
 def test_a_problem_with_the_data_is_not_taken_for_one_with_the_run_folder(tmp_path: Path) -> None:
     with pytest.raises(PermissionError), clear_disk_errors(tmp_path / "run"):
         raise PermissionError(errno.EACCES, "no", str(tmp_path / "data.jsonl"))
+
+
+def test_a_student_is_no_teacher(finished: PipelineResult, case: Path, tmp_path: Path) -> None:
+    again = load_teacher(str(finished.student_dir))
+    with pytest.raises(UserError, match="gdn layers") as caught:
+        convert(again, case, tmp_path / "run")
+    assert "\n" not in str(caught.value)
