@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, first_line
 
 PROVENANCE = "provenance.json"
 _SHIM_NAME = "lt2_student"
@@ -100,12 +100,12 @@ def load_student(
         )
         model, info = loaded
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise UserError(f"cannot load the student in {folder}: {_first_line(error)}") from error
+        raise UserError(f"cannot load the student in {folder}: {first_line(error)}") from error
     except Exception as error:  # safetensors raises a type of its own that derives from Exception
         if type(error).__name__ != "SafetensorError":
             raise
         raise UserError(
-            f"broken weights in {folder}: {_first_line(error)}; copy or make them again"
+            f"broken weights in {folder}: {first_line(error)}; copy or make them again"
         ) from error
     wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
     if wrong:
@@ -122,7 +122,3 @@ def read_provenance(folder: str | Path) -> dict[str, Any]:
     """Where a student came from; empty for a folder without that file."""
     path = Path(folder) / PROVENANCE
     return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -17,7 +17,6 @@ class SequenceContext:
 
     Attributes:
         rope: (cos, sin), each [B, T, D], by RoPE name.
-        past_length: tokens already in the cache, padding included.
         keep_BS: False at padding, over cached and new tokens; None when nothing is padding.
         keep_BT: the same over the new tokens alone; None when none of them is padding.
         segment_ids_BT: the document of each new token; None when a row is one document.
@@ -26,7 +25,6 @@ class SequenceContext:
     rope: dict[str, tuple[Tensor, Tensor]]
     num_tokens: int
     device: torch.device
-    past_length: int = 0
     keep_BS: Tensor | None = None
     keep_BT: Tensor | None = None
     segment_ids_BT: Tensor | None = None

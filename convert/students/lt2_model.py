@@ -159,9 +159,7 @@ class LT2Model(LT2PreTrainedModel):
         if position_ids is None:
             position_ids = _positions(h_BTC, keep_BS, segment_ids, past_length)
         rope = {name: table(position_ids) for name, table in self._ropes.items()}
-        return SequenceContext(
-            rope, num_tokens, h_BTC.device, past_length, keep_BS, keep_BT, segment_ids
-        )
+        return SequenceContext(rope, num_tokens, h_BTC.device, keep_BS, keep_BT, segment_ids)
 
     def start(self, h_BTC: Tensor) -> LoopState:
         """The state before the first visit."""

@@ -2,8 +2,8 @@
 
 ``kernels.linear_kl.linear_scores`` compares two models and computes the teacher's logits each time.
 Scoring layers compares dozens of changed models with the same teacher on the same tokens: here a
-chunk's teacher logits serve all of them, and the buffers of a chunk are used again. That makes
-scoring about three times as fast on a CPU, where it is the larger part of the cost.
+chunk's teacher logits serve all of them, and the buffers of a chunk are used again. On a CPU the
+logits are the larger part of the cost.
 
 Shape letters: N tokens, C hidden width, V vocabulary, n tokens of a chunk.
 """
