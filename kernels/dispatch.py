@@ -57,7 +57,7 @@ def choose(op: str, requested: str, device: torch.device | str) -> tuple[str, st
     _check_backend(requested)
     device = torch.device(device)
     if requested == "auto":
-        obstacle = _obstacle(op, "triton", device)
+        obstacle = _obstacle(op, "triton", device) or _slow(device)
         return ("triton", "fastest here") if obstacle is None else ("reference", obstacle)
     obstacle = _obstacle(op, requested, device)
     if obstacle is not None:
@@ -106,6 +106,11 @@ def _obstacle(op: str, backend: str, device: torch.device) -> str | None:
         if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
             return f"triton needs a GPU, the tensors are on {device.type}"
     return None
+
+
+def _slow(device: torch.device) -> str | None:
+    """Why Triton, although it can run on `device`, is not the fastest there."""
+    return f"Triton is only interpreted on {device.type}" if device.type == "cpu" else None
 
 
 def _check_op(op: str) -> None:

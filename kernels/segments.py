@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 def segment_counts(segment_ids_BT: Tensor | None, keep_BT: Tensor | None) -> Tensor | None:
-    """Segment starts up to and including each token, int64 [B, T]; None when there are none.
+    """Segment starts up to and including each token, int64 [B, T].
+
+    None without ids, and on the CPU also where nothing starts (see `_can_look`).
 
     Token t starts a segment when its id differs from that of the last kept token before it.
     Padding (`keep_BT` False) is looked through: it starts nothing and belongs to the segment
@@ -29,7 +31,7 @@ def segment_counts(segment_ids_BT: Tensor | None, keep_BT: Tensor | None) -> Ten
         before_BT = torch.nn.functional.pad(last_kept_BT[:, :-1], (1, 0), value=-1)
         id_before_BT = segment_ids_BT.gather(1, before_BT.clamp(min=0))
         starts_BT = keep_BT & (before_BT >= 0) & (segment_ids_BT != id_before_BT)
-    if not starts_BT.any():
+    if _can_look(starts_BT) and not starts_BT.any():
         return None
     return starts_BT.cumsum(dim=1)
 
@@ -43,8 +45,13 @@ def check_token_grid(name: str, tensor: Tensor | None, batch: int, length: int) 
 
 
 def padding_mask(keep_BT: Tensor | None) -> Tensor | None:
-    """`keep_BT` as bool, or None when nothing is padding."""
+    """`keep_BT` as bool; None where it is known without waiting that nothing is padding."""
     if keep_BT is None:
         return None
     keep_BT = keep_BT.bool()
-    return None if keep_BT.all() else keep_BT
+    return None if _can_look(keep_BT) and keep_BT.all() else keep_BT
+
+
+def _can_look(tensor: Tensor) -> bool:
+    """Whether branching on values costs nothing: a GPU would have to wait, a graph would break."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

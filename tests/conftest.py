@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from glob import glob
 from pathlib import Path
 
 # All of this has to stand before the first import of a Hugging Face package.
@@ -14,6 +15,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 _HF_HOME = tempfile.TemporaryDirectory(prefix="ltconvert-tests-", ignore_cleanup_errors=True)
 os.environ["HF_HOME"] = _HF_HOME.name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not glob("/dev/nvidia[0-9]*"):  # torch is not imported yet, and Triton reads this once
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels then run on the CPU, in fp32
 # Subprocesses that a test starts must not pick up the checkout's `kernels` folder either.
 os.environ["PYTHONSAFEPATH"] = "1"
 
