@@ -1,0 +1,248 @@
+"""Launching the chunkwise kernels, and the differentiable op over them.
+
+B batch, T tokens, H heads, K key width, V value width.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ltconvert.kernels.chunkwise.config import CHUNK_TOKENS, LARGEST_WIDTH, Shape
+from ltconvert.kernels.chunkwise.gradient import gradient_kernel
+from ltconvert.kernels.chunkwise.output import local_gradient_kernel, output_kernel
+from ltconvert.kernels.chunkwise.prepare import prepare_kernel
+from ltconvert.kernels.chunkwise.scan import reverse_scan_kernel, scan_kernel
+
+
+class Inputs(NamedTuple):
+    """One problem. ``beta`` makes it the delta rule; ``decay`` is [B, T, H], [B, T, H, K] or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    decay: Tensor | None
+    initial: Tensor | None
+    counts: Tensor | None
+    scale: float
+    l2norm: bool
+    chunk: int
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes and launch options."""
+        batch, length, heads, width = self.q.shape
+        return Shape(batch, length, heads, width, self.v.shape[-1], self.chunk, self.q.dtype)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The kernels' compile-time switches."""
+        return {
+            "DECAY": 0 if self.decay is None else self.decay.dim() - 2,
+            "SEGMENTS": self.counts is not None,
+            "L2NORM": self.l2norm,
+        }
+
+
+class States(NamedTuple):
+    """What `_states` leaves for outputs and gradients; [B * H * chunks, ...], filled up."""
+
+    sums: Tensor | None
+    length: Tensor | None
+    inverse: Tensor | None
+    u: Tensor | None
+    w: Tensor | None
+    state: Tensor
+    final: Tensor
+
+
+def _states(x: Inputs) -> States:
+    """The first two kernels: everything up to each chunk's incoming state."""
+    s, delta = x.shape, x.beta is not None
+    cells = s.batch * s.heads * s.chunks
+    low, fp32 = {"dtype": x.q.dtype}, {"dtype": torch.float32}
+    sums = length = inverse = u = w = None
+    if x.decay is not None:
+        per_channel = x.decay.dim() == 4
+        size = (cells, s.chunk, s.key_padded) if per_channel else (cells, s.chunk)
+        sums = x.q.new_empty(size, dtype=torch.float32 if per_channel else torch.float64)
+    if delta:
+        inverse = x.q.new_empty((cells, s.chunk, s.chunk), **low)
+        u = x.q.new_empty((cells, s.chunk, s.value_padded), **low)
+        w = x.q.new_empty((cells, s.chunk, s.key_padded), **low)
+        if x.l2norm:
+            length = x.q.new_empty((cells, s.chunk), **fp32)
+    if delta or sums is not None:
+        prepare_kernel[(cells,)](
+            x.k, x.v, x.beta, x.decay, x.counts, sums, length, inverse, u, w,
+            *x.k.stride()[:3], *x.v.stride()[:3],
+            s.length, s.heads, s.key_width, s.value_width, s.chunks,
+            **s.blocks, **x.flags, **s.precision, DELTA=delta,
+            INVERSE_PRECISION=s.inverse_precision, num_warps=4,
+        )  # fmt: skip
+    state = x.q.new_empty((cells, s.key_padded, s.value_padded), **low)
+    final = x.q.new_empty((s.batch, s.heads, s.key_width, s.value_width), **fp32)
+    blocks = s.scan_blocks
+    scan_kernel[(s.batch * s.heads * (s.value_padded // blocks["BV"]),)](
+        x.k, x.v, x.counts, sums, length, u, w, x.initial, final, state,
+        *x.k.stride()[:3], *x.v.stride()[:3],
+        s.length, s.heads, s.key_width, s.value_width, s.chunks,
+        **blocks, **x.flags, **s.precision, DELTA=delta, INITIAL=x.initial is not None,
+        num_warps=4, num_stages=s.stages,
+    )  # fmt: skip
+    return States(sums, length, inverse, u, w, state, final)
+
+
+def forward(x: Inputs) -> tuple[Tensor, Tensor]:
+    """(outputs [B, T, H, V], final state [B, H, K, V] fp32)."""
+    s = x.shape
+    with on_device(x.q):
+        y = _states(x)
+        o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+        blocks = s.blocks | {"BV": s.value_block}
+        cells = s.batch * s.heads * s.chunks
+        output_kernel[(cells * (s.value_padded // blocks["BV"]),)](
+            x.q, x.k, x.v, x.counts, y.sums, y.length, y.u, y.state, o,
+            *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3],
+            s.length, s.heads, s.key_width, s.value_width, s.chunks, x.scale,
+            **blocks, **x.flags, **s.precision, DELTA=x.beta is not None,
+            num_warps=4,
+        )  # fmt: skip
+    return o, y.final
+
+
+def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, beta, decay and the initial state; the middle ones None if not given."""
+    s, delta = x.shape, x.beta is not None
+    do, dfinal = do.contiguous(), dfinal.contiguous()
+    sizes = (s.length, s.heads, s.key_width, s.value_width, s.chunks, x.scale)
+    cells = s.batch * s.heads * s.chunks
+    with on_device(x.q):
+        y = _states(x)
+        q_length = x.q.new_empty((cells, s.chunk), dtype=torch.float32) if x.l2norm else None
+        du = x.q.new_empty((cells, s.chunk, s.value_padded))
+        local_gradient_kernel[(cells,)](
+            x.q, x.k, do, x.counts, y.sums, q_length, y.length, du,
+            *x.q.stride()[:3], *x.k.stride()[:3], *sizes,
+            **s.blocks, **x.flags, **s.precision, num_warps=4,
+        )  # fmt: skip
+        dstate = torch.empty_like(y.state)
+        dinitial = torch.empty_like(y.final)
+        blocks = s.scan_blocks
+        reverse_scan_kernel[(s.batch * s.heads * (s.value_padded // blocks["BV"]),)](
+            x.q, x.k, do, x.counts, y.sums, q_length, y.length, y.w, du,
+            dfinal, dinitial, dstate,
+            *x.q.stride()[:3], *x.k.stride()[:3], *sizes,
+            **blocks, **x.flags, **s.precision, DELTA=delta,
+            num_warps=4, num_stages=s.stages,
+        )  # fmt: skip
+        dq, dk, dv = (
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)
+        )
+        dbeta = None if x.beta is None else torch.empty_like(x.beta)
+        ddecay = None if x.decay is None else torch.empty_like(x.decay)
+        gradient_kernel[(cells,)](
+            x.q, x.k, x.v, x.beta, do, x.counts, y.sums, q_length, y.length,
+            y.inverse, y.u, du, y.state, dstate, dq, dk, dv, dbeta, ddecay,
+            *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *sizes,
+            **s.blocks, **x.flags, **s.precision, DELTA=delta, num_warps=s.gradient_warps,
+        )  # fmt: skip
+    return dq, dk, dv, dbeta, ddecay, dinitial
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Make the tensor's GPU current: Triton launches where the process last was."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+@torch.library.custom_op("ltconvert::chunkwise", mutates_args=())
+def _chunkwise(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor | None,
+    initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool, chunk: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return forward(Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm, chunk))
+
+
+@_chunkwise.register_fake
+def _(q, k, v, beta, decay, initial, counts, scale, l2norm, chunk):  # type: ignore[no-untyped-def]
+    batch, _, heads, width = q.shape
+    final = q.new_empty((batch, heads, width, v.shape[-1]), dtype=torch.float32)
+    return torch.empty_like(v, memory_format=torch.contiguous_format), final
+
+
+@torch.library.custom_op("ltconvert::chunkwise_backward", mutates_args=())
+def _chunkwise_backward(
+    do: Tensor, dfinal: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor | None,
+    initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool, chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grads = backward(
+        Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm, chunk), do, dfinal
+    )
+    # An op's results are tensors: empty ones stand for gradients that nobody asks for.
+    return tuple(q.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
+
+
+@_chunkwise_backward.register_fake
+def _(  # type: ignore[no-untyped-def]
+    do, dfinal, q, k, v, beta, decay, initial, counts, scale, l2norm, chunk
+):
+    like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+    optional = [q.new_empty(0) if t is None else torch.empty_like(t) for t in (beta, decay)]
+    return (*like, *optional, torch.empty_like(dfinal, memory_format=torch.contiguous_format))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.l2norm, ctx.chunk = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    grads = _chunkwise_backward(do, dfinal, *tensors, ctx.scale, ctx.l2norm, ctx.chunk)
+    grads = [g if t is not None else None for g, t in zip(grads, tensors, strict=False)]
+    return (*grads, None, None, None, None)
+
+
+_chunkwise.register_autograd(_differentiate, setup_context=_setup)
+
+
+def linear_attention(
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, beta_BTH: Tensor | None,
+    log_decay: Tensor | None, initial_state_BHKV: Tensor | None, counts_BT: Tensor | None,
+    *, scale: float, l2norm_qk: bool, chunk_size: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs [B, T, H, V] in v's dtype and the final state in fp32.
+
+    With ``beta_BTH`` the delta rule, without it decay attention. Gradients need contiguous betas,
+    decays and states; q, k and v may have any strides but the last.
+    """
+    dtype = torch.promote_types(torch.promote_types(q_BTHK.dtype, k_BTHK.dtype), v_BTHV.dtype)
+    if dtype == torch.float64:
+        raise ValueError("triton kernels compute in fp32, got float64; use backend 'reference'")
+    widths = q_BTHK.shape[-1], v_BTHV.shape[-1]
+    if max(widths) > LARGEST_WIDTH:
+        raise ValueError(
+            f"triton kernels take key and value widths up to {LARGEST_WIDTH}, got {widths}; "
+            "use backend 'reference'"
+        )
+    chunk = chunk_size or CHUNK_TOKENS
+    if chunk not in (16, 32, 64):
+        raise ValueError(f"chunk_size of triton kernels is 16, 32 or 64 tokens, got {chunk}")
+    q, k, v = (_rows(t.to(dtype)) for t in (q_BTHK, k_BTHK, v_BTHV))
+    beta, decay, initial = (
+        None if t is None else t.float().contiguous()
+        for t in (beta_BTH, log_decay, initial_state_BHKV)
+    )
+    counts = None if counts_BT is None else counts_BT.to(torch.int32).contiguous()
+    o, final = _chunkwise(q, k, v, beta, decay, initial, counts, scale, l2norm_qk, chunk)
+    return o.to(v_BTHV.dtype), final
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The same with the last axis contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()

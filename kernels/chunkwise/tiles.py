@@ -1,0 +1,177 @@
+"""What every chunkwise Triton kernel shares: tiles, the decays of a chunk, the UT transform.
+
+A program works on one chunk of C tokens of one row and head. Tensors of the caller are [B, T, H, D]
+with strides; what the kernels keep between them is [B * H, chunks, ...], filled up to whole chunks
+and blocks, so that it needs no masks.
+
+Decay is one of three forms (`DECAY`): NONE, HEAD (a number a token and head) or CHANNEL (a number
+for each key channel). G is its running sum of logarithms within the chunk.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NONE = tl.constexpr(0)
+HEAD = tl.constexpr(1)
+CHANNEL = tl.constexpr(2)
+
+# exp of these is 0 in fp32; they keep -inf - -inf out, and running sums short of coarse steps.
+LEAST_HEAD = tl.constexpr(-1000.0)  # summed in fp64
+LEAST_CHANNEL = tl.constexpr(-90.0)  # summed in fp32
+NORM_EPS = tl.constexpr(1e-6)  # added to the squared length
+
+
+@triton.jit
+def tile(ptr, rows, columns, stride, row_limit, column_limit):
+    """[rows, columns] of a matrix with contiguous rows; zeros past the limits."""
+    mask = (rows[:, None] < row_limit) & (columns[None, :] < column_limit)
+    return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def tile_t(ptr, rows, columns, stride, row_limit, column_limit):
+    """The same, transposed: [columns, rows]."""
+    mask = (rows[None, :] < row_limit) & (columns[:, None] < column_limit)
+    return tl.load(ptr + rows[None, :] * stride + columns[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def save(ptr, value, rows, columns, stride, row_limit, column_limit):
+    """Store [rows, columns] into a matrix with contiguous rows, within the limits."""
+    mask = (rows[:, None] < row_limit) & (columns[None, :] < column_limit)
+    value = value.to(ptr.dtype.element_ty)
+    tl.store(ptr + rows[:, None] * stride + columns[None, :], value, mask=mask)
+
+
+@triton.jit
+def segment_of(counts_ptr, row, chunk, T, C: tl.constexpr):
+    """Segment counts of a chunk: (each token [C], the token before the chunk, the last token)."""
+    counts_ptr += row * T
+    start = chunk * C
+    here = tl.load(counts_ptr + tl.minimum(start + tl.arange(0, C), T - 1))
+    before = tl.load(counts_ptr + tl.maximum(start - 1, 0))
+    before = tl.where(start == 0, 0, before)
+    last = tl.load(counts_ptr + tl.minimum(start + C, T) - 1)
+    return here, before, last
+
+
+@triton.jit
+def living(counts_ptr, row, chunk, T, C: tl.constexpr, SEGMENTS: tl.constexpr):
+    """0 or 1: the incoming state lives at each token [C], each token at the end [C], both []."""
+    if SEGMENTS:
+        here, before, last = segment_of(counts_ptr, row, chunk, T, C)
+        into = (here == before).to(tl.float32)
+        out = (here == last).to(tl.float32)
+        through = (before == last).to(tl.float32)
+    else:
+        into = tl.full([C], 1.0, tl.float32)
+        out = into
+        through = 1.0
+    return into, out, through
+
+
+@triton.jit
+def head_decays(
+    sum_ptr, counts_ptr, row, chunk, T,
+    C: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Decay of the incoming state up to each token [C], from each token to the end [C], through [].
+
+    With DECAY per channel only the segments' part: the rest is on the tiles (`channel_decays`).
+    """
+    into, out, through = living(counts_ptr, row, chunk, T, C, SEGMENTS)
+    if DECAY == HEAD:
+        sums = tl.load(sum_ptr + tl.arange(0, C))
+        total = tl.load(sum_ptr + C - 1)
+        into *= tl.exp(sums.to(tl.float32))
+        out *= tl.exp((total - sums).to(tl.float32))
+        through *= tl.exp(total.to(tl.float32))
+    return into, out, through
+
+
+@triton.jit
+def between(
+    sum_ptr, counts_ptr, row, chunk, T,
+    C: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """[C, C]: decay from token j (column) to i (row), 0 above the diagonal and across segments.
+
+    With DECAY per channel 0 or 1.
+    """
+    i = tl.arange(0, C)
+    read = i[:, None] >= i[None, :]
+    if SEGMENTS:
+        here, _, _ = segment_of(counts_ptr, row, chunk, T, C)
+        read = read & (here[:, None] == here[None, :])
+    if DECAY == HEAD:
+        sums = tl.load(sum_ptr + i)
+        # Differences in fp64: a strong decay must not cost those after it their digits.
+        gap = (sums[:, None] - sums[None, :]).to(tl.float32)
+        decay = tl.exp(tl.where(read, gap, -float("inf")))
+    else:
+        decay = read.to(tl.float32)
+    return decay
+
+
+@triton.jit
+def transposed(
+    sum_ptr, counts_ptr, row, chunk, T,
+    C: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """The transpose of `between`: decay from token i (row) to j (column)."""
+    i = tl.arange(0, C)
+    read = i[:, None] <= i[None, :]
+    if SEGMENTS:
+        here, _, _ = segment_of(counts_ptr, row, chunk, T, C)
+        read = read & (here[:, None] == here[None, :])
+    if DECAY == HEAD:
+        sums = tl.load(sum_ptr + i)
+        gap = (sums[None, :] - sums[:, None]).to(tl.float32)
+        decay = tl.exp(tl.where(read, gap, -float("inf")))
+    else:
+        decay = read.to(tl.float32)
+    return decay
+
+
+@triton.jit
+def level_factor(sum_ptr, columns, width, LEVEL: tl.constexpr, C: tl.constexpr):
+    """Decay of each token [C, D] to or from the middle of its block of 2^(LEVEL + 1) tokens.
+
+    For a token i of a block's second half and j of its first, decay from j to i is the product of
+    their factors, and neither is above 1: exp(G_i - G_j) itself cannot be split safely otherwise.
+    Every pair j < i is in the two halves of one block at exactly one level.
+    """
+    i = tl.arange(0, C)
+    half: tl.constexpr = 1 << LEVEL
+    middle = (i // (2 * half)) * (2 * half) + half - 1  # the last token of the first half
+    here = tl.load(sum_ptr + i[:, None] * width + columns[None, :])
+    there = tl.load(sum_ptr + middle[:, None] * width + columns[None, :])
+    return tl.exp(-tl.abs(here - there))
+
+
+@triton.jit
+def level_mask(LEVEL: tl.constexpr, C: tl.constexpr):
+    """[C, C]: row in the second half and column in the first half of one block of that level."""
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    half: tl.constexpr = 1 << LEVEL
+    return (i // (2 * half) == j // (2 * half)) & (i // half > j // half)
+
+
+@triton.jit
+def invert(a, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 for a strictly lower [C, C], by merging inverted blocks of twice the size.
+
+    [[P, 0], [M, Q]]^-1 = [[P^-1, 0], [-Q^-1 M P^-1, Q^-1]]. Unlike a series in powers of a, whose
+    terms grow like binomials and cancel, it is as stable as substitution.
+    """
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, a, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        corner = tl.where(level_mask(level, C), a, 0.0)
+        left = tl.dot(inverse, corner, input_precision=PRECISION)
+        inverse -= tl.dot(left, inverse, input_precision=PRECISION)
+    return inverse
