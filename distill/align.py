@@ -10,18 +10,20 @@ layer add up over its visits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ltconvert.convert.mixers import SequenceContext
+from ltconvert.convert.students.blocks import DecoderLayer, run_layer, show_layer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.distill.calibrate import calibrate, run_teacher
+from ltconvert.distill.calibrate import calibrate
 from ltconvert.distill.data import Batch
 from ltconvert.distill.losses import contribution_loss
+from ltconvert.distill.objective import Wrap
 from ltconvert.distill.parking import Parking
 from ltconvert.distill.resume import clean_up
 from ltconvert.distill.stage import StageInputs, StageResult
@@ -50,6 +52,7 @@ class AlignObjective:
         lr: float = 1e-3,
     ) -> None:
         self.teacher, self.module, self.lr = teacher, student, lr
+        self._show, self._error = show_layer, mixer_error
         chosen = range(len(student.model.layers)) if layers is None else layers
         self.layers = [i for i in chosen if is_converted(student, i)]
         student.requires_grad_(False)
@@ -66,59 +69,59 @@ class AlignObjective:
         params = [parameter for mixer in mixers for parameter in mixer.parameters()]
         return [{"name": "mixers", "params": params, "lr": self.lr}]
 
+    def compile_with(self, wrap: Wrap) -> None:
+        """The teacher's layers, and the comparison of a mixer with its forward pass."""
+        self._show, self._error = wrap(show_layer), wrap(mixer_error)
+        self.teacher.model.call_layer = wrap(run_layer)
+
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
     ) -> dict[str, Tensor]:
         """One pass of the teacher; ``backward`` is called once a visit of a layer."""
+        model, pupil = self.teacher.model, self.module.model
         total = torch.zeros((), device=batch.input_ids_BT.device)
-
-        def visit(layer: int, inputs: tuple[Any, ...], output: Tensor) -> None:
-            nonlocal total
-            with torch.enable_grad():
-                loss = self.visit_loss(layer, inputs, output, batch.keep_BT) / self.num_visits
-                backward(loss)
+        with torch.no_grad():
+            h_BTC = model.embed(batch.input_ids_BT)
+            context = model.context(
+                h_BTC, attention_mask=batch.mask_BT, segment_ids=batch.segment_ids_BT
+            )
+            if self._error is not mixer_error:
+                context.prepare(pupil.windows())
+            state = model.start(h_BTC)
+        for step in model.schedule[: self.end_slot]:
+            if step.layer not in self.layers:
+                with torch.no_grad():
+                    state = model.visit(step, state, context)
+                continue
+            with torch.no_grad():
+                state = model.enter(step, state)
+                layer = model.layers[step.layer]
+                h_BTC, x_BTC, y_BTC = self._show(layer, state.h_BTC, context)
+                state = model.leave(step, state.with_stream(h_BTC))
+            own = pupil.layers[step.layer]
+            loss = self._error(own, x_BTC, y_BTC, context, batch.mask_BT) / self.num_visits
+            backward(loss)
             total = total + loss.detach()
-
-        with _watching(self.teacher, self.layers, visit):
-            run_teacher(self.teacher, batch, self.end_slot)
         return {"loss": total}
 
-    def visit_loss(
-        self, layer: int, inputs: tuple[Any, ...], output: Tensor, keep_BT: Tensor
-    ) -> Tensor:
-        """Error of one visit: ``inputs`` went into the teacher's mixer, ``output`` came out."""
-        block = self.module.model.layers[layer]
-        x_BTC, context, *_ = inputs
-        with torch.no_grad():
-            target_BTC = block.mixer_contribution(output)
-        return contribution_loss(
-            block.mixer_contribution(block.mixer(x_BTC, context)), target_BTC, keep_BT
-        )
+
+def mixer_error(
+    block: DecoderLayer,
+    x_BTC: Tensor,
+    y_BTC: Tensor,
+    context: SequenceContext,
+    keep_BT: Tensor | None,
+) -> Tensor:
+    """Error of one visit: ``x_BTC`` went into the teacher's mixer, ``y_BTC`` came out."""
+    with torch.no_grad():
+        target_BTC = block.mixer_contribution(y_BTC)
+    guess_BTC = block.mixer_contribution(block.mixer(x_BTC, context))
+    return contribution_loss(guess_BTC, target_BTC, keep_BT)
 
 
 def is_converted(student: LT2ForCausalLM, layer: int) -> bool:
     """Whether the layer's mixer is not the teacher's own attention."""
     return bool(student.model.layers[layer].mixer.kind != "full")
-
-
-@contextmanager
-def _watching(
-    teacher: LT2ForCausalLM,
-    layers: Sequence[int],
-    visit: Callable[[int, tuple[Any, ...], Tensor], None],
-) -> Iterator[None]:
-    """Call ``visit(layer, inputs of the mixer, output)`` whenever the teacher runs such a mixer."""
-    with ExitStack() as stack:
-        for layer in layers:
-
-            def hook(
-                module: nn.Module, inputs: tuple[Any, ...], output: Tensor, layer: int = layer
-            ) -> None:
-                visit(layer, inputs, output)
-
-            handle = teacher.model.layers[layer].mixer.register_forward_hook(hook)
-            stack.callback(handle.remove)
-        yield
 
 
 def run(settings: AlignSettings, inputs: StageInputs, stage_dir: Path) -> StageResult:

@@ -19,7 +19,7 @@ def run_teacher(teacher: LT2ForCausalLM, batch: Batch, end_slot: int) -> None:
     """Run the first ``end_slot`` visits of the teacher, for its hooks alone."""
     model = teacher.model
     h_BTC = model.embed(batch.input_ids_BT)
-    context = model.context(h_BTC, attention_mask=batch.keep_BT, segment_ids=batch.segment_ids_BT)
+    context = model.context(h_BTC, attention_mask=batch.mask_BT, segment_ids=batch.segment_ids_BT)
     model.run(model.start(h_BTC), context, last_slot=end_slot)
 
 

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ltconvert.convert.students.blocks import run_layer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
+from ltconvert.distill.objective import Wrap
 from ltconvert.distill.stage import StageInputs, StageResult
 from ltconvert.kernels.linear_kl import LinearKL, linear_kl
 from ltconvert.recipes.schema import LogitsSettings
@@ -60,6 +62,10 @@ class LogitsObjective:
         ]
         return [group for group in groups if group["params"]]
 
+    def compile_with(self, wrap: Wrap) -> None:
+        """The layers of both models."""
+        self.teacher.model.call_layer = self.module.model.call_layer = wrap(run_layer)
+
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
     ) -> dict[str, Tensor]:
@@ -92,7 +98,7 @@ class LogitsObjective:
             heads[0],
             teacher_BTC.flatten(0, 1),
             heads[1],
-            mask_N=batch.keep_BT.flatten(),
+            mask_N=None if batch.mask_BT is None else batch.mask_BT.flatten(),
             labels_N=batch.labels_BT.flatten() if ce and settings.ce_weight else None,
             temperature=settings.temperature,
             divergence=settings.divergence,
@@ -116,7 +122,7 @@ def _hidden(model: LT2ForCausalLM, batch: Batch) -> Hidden:
     """Hidden states of a packed batch."""
     output = model.model(
         batch.input_ids_BT,
-        attention_mask=batch.keep_BT,
+        attention_mask=batch.mask_BT,
         segment_ids=batch.segment_ids_BT,
         use_cache=False,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def contribution_loss(student_BTC: Tensor, teacher_BTC: Tensor, keep_BT: Tensor) -> Tensor:
+def contribution_loss(student_BTC: Tensor, teacher_BTC: Tensor, keep_BT: Tensor | None) -> Tensor:
     """Squared error of a mixer's contribution to the residual stream over the target's mean square.
 
     ``sum_kept |t - s|^2 / sum_kept |t|^2``: 0 is a perfect copy, 1 is as good as a mixer that
@@ -19,14 +19,16 @@ def contribution_loss(student_BTC: Tensor, teacher_BTC: Tensor, keep_BT: Tensor)
 
     Args:
         student_BTC, teacher_BTC: what each adds to the residual stream; the teacher's is a target.
-        keep_BT: False at padding, which counts in neither sum.
+        keep_BT: False at padding, which counts in neither sum; None: there is none.
 
     Returns:
         A scalar, fp32; 0 when no token is kept or the target is zero everywhere and met.
     """
-    kept_BT1 = keep_BT.unsqueeze(-1)
-    target = teacher_BTC.detach().float().masked_fill(~kept_BT1, 0.0)
-    error = student_BTC.float().masked_fill(~kept_BT1, 0.0) - target
+    target, guess = teacher_BTC.detach().float(), student_BTC.float()
+    if keep_BT is not None:
+        padding_BT1 = ~keep_BT.unsqueeze(-1)
+        target, guess = target.masked_fill(padding_BT1, 0.0), guess.masked_fill(padding_BT1, 0.0)
+    error = guess - target
     # The floor only matters for an all-zero target (an empty batch, a layer that adds nothing).
     scale = target.square().sum().clamp_min(1e-12)
     return error.square().sum() / scale

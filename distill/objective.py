@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from ltconvert.distill.data import Batch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Wrap(Protocol):
+    """Gives back a function that computes the same, faster."""
+
+    def __call__(self, function: F, /) -> F: ...
 
 
 class Objective(Protocol):
@@ -21,6 +29,13 @@ class Objective(Protocol):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Groups {"params", "lr" (peak), "name"}, all parameters that are trained."""
+        ...
+
+    def compile_with(self, wrap: Wrap) -> None:
+        """Call from now on what ``wrap`` makes of the functions that a step spends its time in.
+
+        With the identity all is as before. Values of a GPU are not looked at inside a step.
+        """
         ...
 
     def train_step(

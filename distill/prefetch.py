@@ -16,10 +16,14 @@ class Prefetch:
     """A stream that works ahead in a thread; its position is that of the last batch given out.
 
     Errors of the stream are raised where its batch would have been given out.
+
+    Args:
+        pin: batches for a GPU, which would otherwise make the step wait for each copy.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, *, pin: bool = False) -> None:
         self._stream = stream
+        self._pin = pin
         self._state = stream.state_dict()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ltconvert-data")
         self._coming: deque[Future[tuple[Batch, dict[str, Any]]]] = deque()
@@ -49,4 +53,4 @@ class Prefetch:
 
     def _read(self) -> tuple[Batch, dict[str, Any]]:
         batch = next(self._stream)
-        return batch, self._stream.state_dict()
+        return batch.pinned() if self._pin else batch, self._stream.state_dict()

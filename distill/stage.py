@@ -70,6 +70,7 @@ class StageInputs:
             precision=self.precision,
             device=self.device,
             seed=self.seed,
+            compile=self.recipe.runtime.compile,
         )
 
     def autocast(self) -> torch.autocast:

@@ -12,21 +12,25 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
+from ltconvert.distill import compilation
+from ltconvert.distill.gradients import BAD, NORM, Gradients
 from ltconvert.distill.interrupt import Stopped, StopRequest, stop_requests
 from ltconvert.distill.objective import Objective, Stream, TrainResult
-from ltconvert.distill.optim import build_optimizer, lr_share, plan_steps, set_lr
+from ltconvert.distill.optim import StepPlan, build_optimizer, lr_share, plan_steps, set_lr
 from ltconvert.distill.precision import autocast
 from ltconvert.distill.prefetch import Prefetch
 from ltconvert.distill.processes import seed_everything
+from ltconvert.distill.progress import StepLine
+from ltconvert.distill.readings import Reading, Readings
 from ltconvert.distill.resume import (
     TrainState,
     clean_up,
@@ -36,11 +40,12 @@ from ltconvert.distill.resume import (
 )
 from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import TrainSettings
+from ltconvert.recipes.schema import CompileSetting, TrainSettings
 
 __all__ = ["Objective", "Stream", "TrainResult", "train"]
 
 CHECKPOINT_STEPS_VARIABLE = "LTCONVERT_CHECKPOINT_STEPS"  # a checkpoint every n steps
+_STOP = "stop"
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class _Run:
     precision: str
     device: torch.device
     seed: int
+    compile: CompileSetting
 
 
 def train(
@@ -69,6 +75,7 @@ def train(
     precision: str,
     device: torch.device | str,
     seed: int,
+    compile: CompileSetting = "auto",
 ) -> TrainResult:
     """Train `objective.module` in place on `settings.budget_tokens` tokens.
 
@@ -81,9 +88,11 @@ def train(
     device = torch.device(device)
     with ExitStack() as stack:
         if device.type != "cpu":  # on a CPU the thread would only take time from the step
-            stream = stack.enter_context(closing(Prefetch(stream)))
+            stream = stack.enter_context(closing(Prefetch(stream, pin=device.type == "cuda")))
         request = stack.enter_context(stop_requests())
-        run = _Run(objective, stream, settings, stage, stage_dir, log, precision, device, seed)
+        run = _Run(
+            objective, stream, settings, stage, stage_dir, log, precision, device, seed, compile
+        )
         return _Loop(run).train(request)
 
 
@@ -109,30 +118,62 @@ class _Loop:
         self.saved: Path | None = None
         self.saved_step = 0
         self.saved_at = time.monotonic()
+        self.readings = Readings(run.device)
+        self.gradients = Gradients(self.parameters, self.optimizer)
 
     def train(self, request: StopRequest) -> TrainResult:
         """All steps that are left."""
         self._start()
-        state, plan = self.state, self.plan
-        stopping = False
-        with self.run.log.steps(self.run.stage, plan.steps, state.step) as line:
-            while state.step < plan.steps and not stopping:
-                begun = time.monotonic()
-                state.metrics, stopping = self._step(request)
-                state.step += 1
-                state.seconds += time.monotonic() - begun
-                shown = {**state.metrics, "tokens": state.step * plan.step_tokens}
-                self.run.log.metrics(self.run.stage, state.step, shown)
-                line.step(state.step, state.metrics, plan.step_tokens)
-                if stopping or state.step == plan.steps or self._save_is_due():
-                    self._save()
+        run, state, plan = self.run, self.state, self.plan
+        choice = compilation.choose(run.compile, run.device, plan.steps - state.step)
+        _announce(run, plan, state.step, choice)
+        with (
+            compilation.compiled(run.objective, choice, run.log.say),
+            run.log.steps(run.stage, plan.steps, state.step) as line,
+        ):
+            stopping = self._steps(request, line)
         if stopping or request:
             raise Stopped(self._farewell())
         tokens = state.step * plan.step_tokens
         return TrainResult(state.step, tokens, state.seconds, state.metrics)
 
+    def _steps(self, request: StopRequest, line: StepLine) -> bool:
+        """Train and save; whether it was ended by a wish to stop."""
+        state, plan = self.state, self.plan
+        alone, stopping = self.accelerator.num_processes == 1, False
+        while state.step < plan.steps and not stopping:
+            begun = time.monotonic()
+            try:
+                readings = self._step(request)
+            except UserError:
+                raise
+            except Exception:  # an objective may end the loop: what it has finished counts
+                self._note(self._read(everything=True), line)
+                raise
+            state.step += 1
+            # Several processes have to stop after the same step: they all read the same wish.
+            stopping = bool(request) if alone else any(r.values[_STOP] > 0 for r in readings)
+            saving = stopping or state.step == plan.steps or self._save_is_due()
+            if saving:
+                readings += self._read(everything=True)
+            state.seconds += time.monotonic() - begun
+            self._note(readings, line)
+            if saving:
+                self._save()
+        return stopping
+
+    def _note(self, readings: Sequence[Reading], line: StepLine) -> None:
+        for reading in readings:
+            values = {k: v for k, v in reading.values.items() if k not in (_STOP, BAD)}
+            norm = values.pop(NORM)
+            self.state.metrics = {**values, "lr": reading.lr, NORM: norm}
+            step, step_tokens = reading.step + 1, self.plan.step_tokens
+            shown = {**self.state.metrics, "tokens": step * step_tokens}
+            self.run.log.metrics(self.run.stage, step, shown)
+            line.step(step, self.state.metrics, step_tokens)
+
     def _start(self) -> None:
-        run, plan = self.run, self.plan
+        run = self.run
         if self.accelerator.is_main_process:
             clean_up(run.stage_dir)
         self.accelerator.wait_for_everyone()
@@ -143,10 +184,9 @@ class _Loop:
             self.saved_step = self.state.step
             run.stream.load_state_dict(self.state.stream)
         run.log.rewind(run.stage, self.state.step)
-        _announce(run, plan.steps, plan.step_tokens, self.state.step)
 
-    def _step(self, request: StopRequest) -> tuple[dict[str, float], bool]:
-        """One optimiser step: (its metrics, whether any process was asked to stop)."""
+    def _step(self, request: StopRequest) -> list[Reading]:
+        """One optimiser step: what is to be read by now, of this step or of earlier ones."""
         run, step = self.run, self.state.step
         seed_everything(run.seed, run.stage, step, self.accelerator.process_index)
         sums: dict[str, Tensor] = {}
@@ -157,15 +197,18 @@ class _Loop:
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().float()
         self._average_gradients()
-        metrics, stopping = self._average_metrics(sums, bool(request))
-        parameters = [p for p in self.parameters.values() if p.grad is not None]
-        norm = nn.utils.clip_grad_norm_(parameters, run.settings.clip_norm)
-        self._check_finite(metrics["loss"], float(norm))
         share = lr_share(step, self.plan.steps, run.settings)
+        names, numbers = self._average_metrics(sums, bool(request))
+        norms = self.gradients.clip(run.settings.clip_norm)
+        names, numbers = [*names, *norms], torch.stack([*numbers.unbind(), *norms.values()])
+        self.readings.put(step, run.settings.lr * share, names, numbers)
+        readings = self._read()  # before the optimiser moves: weights and checkpoint are good
+        if self.readings.late:
+            self.gradients.guard(numbers[names.index("loss")], norms[NORM])
         set_lr(self.optimizer, share)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {**metrics, "lr": run.settings.lr * share, "grad_norm": float(norm)}, stopping
+        return readings
 
     def _backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss / self.plan.accumulation)
@@ -178,34 +221,37 @@ class _Loop:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = self.accelerator.reduce(grad, reduction="mean")
 
-    def _average_metrics(
-        self, sums: Mapping[str, Tensor], stop: bool
-    ) -> tuple[dict[str, float], bool]:
+    def _average_metrics(self, sums: Mapping[str, Tensor], stop: bool) -> tuple[list[str], Tensor]:
         """Means over micro-batches and processes; the wish to stop travels with them."""
-        names = list(sums)
-        values = [sums[name].reshape(()) / self.plan.accumulation for name in names]
-        values.append(torch.tensor(float(stop), device=values[0].device))
-        mean = self.accelerator.reduce(torch.stack(values), reduction="mean").tolist()
-        return dict(zip(names, mean[:-1], strict=True)), mean[-1] > 0
+        values = [value.reshape(()) / self.plan.accumulation for value in sums.values()]
+        values.append(torch.full_like(values[0], float(stop)))
+        return [*sums, _STOP], self.accelerator.reduce(torch.stack(values), reduction="mean")
 
-    def _check_finite(self, loss: float, norm: float) -> None:
-        """Before the optimiser moves: weights and checkpoint are still good.
+    def _read(self, *, everything: bool = False) -> list[Reading]:
+        """Steps whose numbers it is time to look at, none of them bad.
 
         Raises:
-            UserError: names stage, step, the first bad gradient, the last checkpoint, remedies.
+            UserError: a loss or norm is not finite; names stage, step, the first bad gradient, the
+                last checkpoint, remedies.
         """
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
+        readings = self.readings.take(everything=everything)
+        for reading in readings:
+            loss, norm = reading.values["loss"], reading.values[NORM]
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise UserError(self._diagnosis(reading))
+        return readings
+
+    def _diagnosis(self, reading: Reading) -> str:
+        loss = reading.values["loss"]
         what = "a gradient is not finite" if math.isfinite(loss) else f"the loss is {loss}"
-        bad = (n for n, p in self.parameters.items() if p.grad is not None and not _finite(p.grad))
-        if name := next(bad, ""):
+        if name := self.gradients.first_bad(reading.values[BAD]):
             what += f" (first at {name})"
         kept = "there is no checkpoint yet"
         if self.saved is not None:
             kept = f"the last good checkpoint, step {self.saved_step}, is kept in {self.saved}"
         stage = self.run.stage.split()[0]
-        raise UserError(
-            f"stage {self.run.stage}, step {self.state.step + 1} of {self.plan.steps}: {what}; "
+        return (
+            f"stage {self.run.stage}, step {reading.step + 1} of {self.plan.steps}: {what}; "
             f"{kept}; try a lower {stage}.lr, a longer {stage}.warmup_share, a smaller "
             f"{stage}.clip_norm or --precision fp32"
         )
@@ -233,13 +279,9 @@ class _Loop:
         )
 
 
-def _announce(run: _Run, steps: int, step_tokens: int, done: int) -> None:
-    wanted = run.settings.batch_tokens
-    asked = "" if step_tokens == wanted else f" (batch_tokens {wanted} in whole micro-batches)"
+def _announce(run: _Run, plan: StepPlan, done: int, choice: compilation.Choice) -> None:
+    wanted, tokens = run.settings.batch_tokens, plan.step_tokens
+    asked = "" if tokens == wanted else f" (batch_tokens {wanted} in whole micro-batches)"
     begin = f", going on after step {done}" if done else ""
-    size = f"{steps} steps of {step_tokens} tokens{asked}"
-    run.log.say(f"{run.stage}: {size}, {run.precision}{begin}")
-
-
-def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    size = f"{plan.steps} steps of {tokens} tokens{asked}"
+    run.log.say(f"{run.stage}: {size}, {run.precision}, {choice}{begin}")

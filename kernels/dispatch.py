@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,10 +23,12 @@ import torch
 Backend = Literal["auto", "reference", "triton"]
 
 OPS: dict[str, tuple[str, ...]] = {
-    "delta_rule": ("reference",),
-    "short_conv": ("reference",),
-    "norm_gate": ("reference",),
-    "linear_kl": ("reference",),
+    "delta_rule": ("reference", "triton"),
+    "decay_attention": ("reference", "triton"),
+    "short_conv": ("reference", "triton"),
+    "norm_gate": ("reference", "triton"),
+    "gdn_step": ("reference", "triton"),
+    "linear_kl": ("reference", "triton"),
 }
 
 
@@ -93,7 +96,14 @@ def use(requested: str = "auto", **per_op: str) -> Iterator[None]:
 def implementation(op: str, device: torch.device) -> ModuleType:
     """The module that runs `op` on `device` under the process's default."""
     backend, _ = choose(op, _requests.backend(op), device)
-    return importlib.import_module(f"{__package__}.{op}.{backend}")
+    return sys.modules[_imported(f"{__package__}.{op}.{backend}")]
+
+
+@torch.compiler.assume_constant_result
+def _imported(name: str) -> str:
+    """`name`, imported; apart because a graph cannot trace an import."""
+    importlib.import_module(name)
+    return name
 
 
 def _obstacle(op: str, backend: str, device: torch.device) -> str | None:

@@ -11,6 +11,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 STAGES = ("align", "select", "logits", "longctx")  # in the order in which they run
+CompileSetting = Literal["auto", "off", "layers"]
 Method = Literal["kl", "kl-fast", "kl-greedy", "recall", "uniform", "list"]
 
 
@@ -212,6 +213,18 @@ class EvalSettings(Settings):
     task_limit: int | None = Field(None, gt=0, description="documents a task")
 
 
+class RuntimeSettings(Settings):
+    """How fast a run is on its machine; no result depends on it beyond rounding."""
+
+    compile: CompileSetting = Field(
+        "auto",
+        description=(
+            "compile the layers of training steps: `layers`, `off`, or `auto`: on a GPU when"
+            " enough steps are left to make up for it"
+        ),
+    )
+
+
 class Recipe(Settings):
     """A whole conversion."""
 
@@ -225,6 +238,7 @@ class Recipe(Settings):
     logits: LogitsSettings = LogitsSettings()
     longctx: LongctxSettings = LongctxSettings()
     eval: EvalSettings = EvalSettings()
+    runtime: RuntimeSettings = RuntimeSettings()
 
     @property
     def stages(self) -> list[str]:

@@ -73,7 +73,7 @@ def test_constraints_pin_every_dependency(project: dict[str, Any]) -> None:
     extras = project["project"]["optional-dependencies"]
     wanted = [*project["project"]["dependencies"], *extras["test"]]
     missing = {_normal(re.split(r"[<>=!~\[; ]", line)[0]) for line in wanted} - set(pins)
-    assert not missing
+    assert missing == {"triton"}  # its version belongs to the build of torch
 
 
 def test_set_up_names_no_registry() -> None:

@@ -62,6 +62,9 @@ class ToyObjective:
             {"name": "embed", "params": [self.module.embed.weight], "lr": 1e-2},
         ]
 
+    def compile_with(self, wrap: Callable[[Any], Any]) -> None:
+        self.wrapped = wrap
+
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
     ) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from ltconvert.convert.mixers.context import SequenceContext
+from ltconvert.convert.mixers.flex import flex
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.rope import apply_rope
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -105,11 +106,16 @@ class Attention(Projections):
         self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, context: SequenceContext
     ) -> Tensor:
         """softmax(q.k) v for every query, [B, H, T, D]."""
+        spec = self.spec
+        if (blocks := context.block_mask(self.window)) is not None:
+            return flex(
+                q_BHTD, k_BGSD, v_BGSD, blocks, spec.attention_scale, spec.attention_softcap
+            )
         group = self.num_heads // self.num_key_value_heads
         k_BHSD, v_BHSD = (y.repeat_interleave(group, dim=1) for y in (k_BGSD, v_BGSD))
         mask = context.attention_mask(self.window, k_BHSD.shape[2])
-        scale = self.spec.attention_scale
-        if self.spec.attention_softcap is None:
+        scale = spec.attention_scale
+        if spec.attention_softcap is None:
             return F.scaled_dot_product_attention(
                 q_BHTD,
                 k_BHSD,
@@ -118,7 +124,7 @@ class Attention(Projections):
                 is_causal=mask is None and q_BHTD.shape[2] > 1,
                 scale=scale,
             )
-        return _capped_attention(q_BHTD, k_BHSD, v_BHSD, mask, scale, self.spec.attention_softcap)
+        return _capped_attention(q_BHTD, k_BHSD, v_BHSD, mask, scale, spec.attention_softcap)
 
 
 class WindowAttention(Attention):

@@ -5,10 +5,14 @@ Shape letters: B rows, T new tokens, S cached and new tokens together, D head wi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from ltconvert.convert.mixers.flex import block_mask, fits
 
 
 @dataclass
@@ -29,6 +33,21 @@ class SequenceContext:
     keep_BT: Tensor | None = None
     segment_ids_BT: Tensor | None = None
     _masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
+    _block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
+
+    def prepare(self, windows: Iterable[int | None]) -> None:
+        """Make the masks of a pass without a cache, before compiled layers read them."""
+        counts_BT = self.segment_ids_BT
+        blocks = self.keep_BS is None and fits(self.device, self.num_tokens)
+        for window in windows:
+            if blocks and counts_BT is not None:
+                self._block_masks[window] = block_mask(counts_BT, window)
+            else:
+                self.attention_mask(window, self.num_tokens)
+
+    def block_mask(self, window: int | None) -> BlockMask | None:
+        """What flex attention reads in place of a mask; None where it is not to be used."""
+        return self._block_masks.get(window) if torch.compiler.is_compiling() else None
 
     def attention_mask(self, window: int | None, num_keys: int) -> Tensor | None:
         """Which keys a query may see, boolean [B or 1, 1, T, num_keys].
@@ -38,9 +57,12 @@ class SequenceContext:
         alone, so that no softmax runs over an empty set.
         """
         key = (window, num_keys)
-        if key not in self._masks:
-            self._masks[key] = self._build_mask(window, num_keys)
-        return self._masks[key]
+        if key in self._masks:
+            return self._masks[key]
+        mask = self._build_mask(window, num_keys)
+        if not torch.compiler.is_compiling():  # compiled once for each state it finds
+            self._masks[key] = mask
+        return mask
 
     def _build_mask(self, window: int | None, num_keys: int) -> Tensor | None:
         if window is not None and num_keys <= window:

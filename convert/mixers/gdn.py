@@ -15,7 +15,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ltconvert.convert.mixers.attention import Projections
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.teachers.spec import TeacherSpec
-from ltconvert.kernels.delta_rule import delta_rule, delta_rule_step
+from ltconvert.kernels.delta_rule import delta_rule
+from ltconvert.kernels.gdn_step import gdn_step
 from ltconvert.kernels.norm_gate import norm_gate
 from ltconvert.kernels.short_conv import short_conv
 
@@ -90,6 +91,8 @@ class GatedDeltaNet(Projections):
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         q, k, v = self.project(x_BTC)
+        if cache_layer is not None and _decodes(x_BTC, context, cache_layer):
+            return self.o_proj(self._step(x_BTC, q, k, v, cache_layer).to(x_BTC.dtype))
         if self.conv is not None:
             q, k, v = self._convolve(q, k, v, context, cache_layer)
         work = torch.promote_types(x_BTC.dtype, torch.float32)  # a decay of 1 - 1/2048 needs it
@@ -102,6 +105,35 @@ class GatedDeltaNet(Projections):
             o_BTHD, self.out_norm_weight, gate_BTHD, eps=self.spec.rms_norm_eps, gate_fn="2sigmoid"
         )
         return self.o_proj(y_BTHD.flatten(2).to(x_BTC.dtype))
+
+    def _step(
+        self,
+        x_B1C: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_layer: LinearAttentionCacheLayerMixin,
+    ) -> Tensor:
+        """What ``forward`` does between the projections, [B, 1, H * D]; the cache in place."""
+        state = cache_layer.recurrent_states[0]
+        assert state is not None
+        y_BHD = gdn_step(
+            torch.cat([y.flatten(1) for y in (q, k, v)], dim=-1),
+            self.b_proj(x_B1C)[:, 0],
+            self.a_proj(x_B1C)[:, 0],
+            self.log_rate,
+            self.rate_bias,
+            state,
+            self.out_norm_weight,
+            self.gate_proj(x_B1C).view(-1, self.num_heads, self.head_dim),
+            eps=self.spec.rms_norm_eps,
+            gate_fn="2sigmoid",
+            conv_weight_CW=None if self.conv is None else self.conv.weight,
+            conv_history_BCP=None if self.conv is None else cache_layer.conv_states[0],
+        )
+        if self.conv is not None:
+            cache_layer.has_previous_state[0] = True
+        return y_BHD.flatten(1)[:, None]
 
     def _convolve(
         self,
@@ -141,22 +173,16 @@ class GatedDeltaNet(Projections):
         state = None
         if cache_layer is not None and cache_layer.is_recurrent_states_initialized[0]:
             state = cache_layer.recurrent_states[0]
-        if state is not None and q.shape[1] == 1 and context.keep_BT is None:
-            o_BHD, state = delta_rule_step(
-                q[:, 0], k[:, 0], v[:, 0], beta_BTH[:, 0], log_decay_BTH[:, 0], state
-            )
-            o_BTHD = o_BHD[:, None]
-        else:
-            o_BTHD, state = delta_rule(
-                q,
-                k,
-                v,
-                beta_BTH,
-                log_decay_BTH,
-                initial_state_BHKV=state,
-                segment_ids_BT=context.segment_ids_BT,
-                keep_BT=context.keep_BT,
-            )
+        o_BTHD, state = delta_rule(
+            q,
+            k,
+            v,
+            beta_BTH,
+            log_decay_BTH,
+            initial_state_BHKV=state,
+            segment_ids_BT=context.segment_ids_BT,
+            keep_BT=context.keep_BT,
+        )
         if cache_layer is not None:
             cache_layer.update_recurrent_state(state.detach())
         return o_BTHD
@@ -166,6 +192,18 @@ def _expand_heads(value: Tensor, group: int, head_dim: int) -> Tensor:
     """Repeat whole kv heads: [G * D, ...] -> [G * group * D, ...], never row by row."""
     heads = value.unflatten(0, (-1, head_dim))
     return heads.repeat_interleave(group, dim=0).flatten(0, 1)
+
+
+def _decodes(
+    x_BTC: Tensor, context: SequenceContext, cache_layer: LinearAttentionCacheLayerMixin
+) -> bool:
+    """Whether this is one more token of sequences in the cache, with no gradient to come."""
+    return (
+        x_BTC.shape[1] == 1
+        and context.keep_BT is None
+        and cache_layer.is_recurrent_states_initialized[0]
+        and not torch.is_grad_enabled()
+    )
 
 
 def _store_conv(cache_layer: LinearAttentionCacheLayerMixin, history_BDH: Tensor) -> None:

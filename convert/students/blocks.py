@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
@@ -57,15 +59,6 @@ class DecoderLayer(nn.Module):
         """What a mixer's output adds to the residual stream."""
         return self.post_mixer_norm(y_BTC)
 
-    def mixer_branch(
-        self,
-        h_BTC: Tensor,
-        context: SequenceContext,
-        cache_layer: CacheLayerMixin | LinearAttentionCacheLayerMixin | None = None,
-    ) -> Tensor:
-        """The mixer's contribution to the residual stream, [B, T, C]."""
-        return self.mixer_contribution(self.mixer(self.mixer_input(h_BTC), context, cache_layer))
-
     def mlp_branch(self, h_BTC: Tensor) -> Tensor:
         """The MLP's contribution to the residual stream, [B, T, C]."""
         return self.post_mlp_norm(self.mlp(self.pre_mlp_norm(h_BTC)))
@@ -75,7 +68,31 @@ class DecoderLayer(nn.Module):
         h_BTC: Tensor,
         context: SequenceContext,
         cache_layer: CacheLayerMixin | LinearAttentionCacheLayerMixin | None = None,
+        seen: list[Tensor] | None = None,
     ) -> Tensor:
-        """h [B, T, C] -> [B, T, C]."""
-        h_BTC = h_BTC + self.mixer_branch(h_BTC, context, cache_layer)
+        """h [B, T, C] -> [B, T, C]; ``seen`` gets what the mixer read and what it gave."""
+        x_BTC = self.mixer_input(h_BTC)
+        y_BTC = self.mixer(x_BTC, context, cache_layer)
+        if seen is not None:
+            seen += [x_BTC, y_BTC]
+        h_BTC = h_BTC + self.mixer_contribution(y_BTC)
         return h_BTC + self.mlp_branch(h_BTC)
+
+
+LayerCall = Callable[[DecoderLayer, Tensor, SequenceContext], Tensor]
+
+
+# Functions of the layer, not bound to one: compiled, layers of one make share the result.
+def run_layer(layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext) -> Tensor:
+    """One layer without a cache."""
+    return layer(h_BTC, context)
+
+
+def show_layer(
+    layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer without a cache: (its output, what its mixer read, what its mixer gave)."""
+    seen: list[Tensor] = []
+    h_BTC = layer(h_BTC, context, None, seen)
+    x_BTC, y_BTC = seen
+    return h_BTC, x_BTC, y_BTC

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
-from ltconvert.convert.mixers.attention import ZeroLinear
+from ltconvert.convert.mixers.attention import Attention, ZeroLinear
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.rope import Rope
-from ltconvert.convert.students.blocks import DecoderLayer
+from ltconvert.convert.students.blocks import DecoderLayer, LayerCall, run_layer
 from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
@@ -93,6 +93,7 @@ class LT2Model(LT2PreTrainedModel):
         )
         self._ropes = {name: Rope(params, spec.head_dim) for name, params in spec.rope.items()}
         self.gradient_checkpointing = False
+        self.call_layer: LayerCall = run_layer  # a compiled one while it trains
         self.post_init()
 
     def make_mixer(self, kind: str, layer: int) -> Projections:
@@ -159,7 +160,15 @@ class LT2Model(LT2PreTrainedModel):
         if position_ids is None:
             position_ids = _positions(h_BTC, keep_BS, segment_ids, past_length)
         rope = {name: table(position_ids) for name, table in self._ropes.items()}
-        return SequenceContext(rope, num_tokens, h_BTC.device, keep_BS, keep_BT, segment_ids)
+        context = SequenceContext(rope, num_tokens, h_BTC.device, keep_BS, keep_BT, segment_ids)
+        if self.call_layer is not run_layer and not past_length:
+            context.prepare(self.windows())
+        return context
+
+    def windows(self) -> set[int | None]:
+        """Windows of the softmax attention there is; None is the whole row."""
+        mixers = [layer.mixer for layer in self.layers]
+        return {mixer.window for mixer in mixers if isinstance(mixer, Attention)}
 
     def start(self, h_BTC: Tensor) -> LoopState:
         """The state before the first visit."""
@@ -186,9 +195,11 @@ class LT2Model(LT2PreTrainedModel):
         state = self.enter(step, state)
         layer = self.layers[step.layer]
         if self.gradient_checkpointing and self.training and cache is None:
-            h_BTC = checkpoint(layer, state.h_BTC, context, use_reentrant=False)
+            h_BTC = checkpoint(self.call_layer, layer, state.h_BTC, context, use_reentrant=False)
+        elif cache is None:
+            h_BTC = self.call_layer(layer, state.h_BTC, context)
         else:
-            h_BTC = layer(state.h_BTC, context, None if cache is None else cache.layers[step.slot])
+            h_BTC = layer(state.h_BTC, context, cache.layers[step.slot])
         return self.leave(step, state.with_stream(h_BTC))
 
     def enter(self, step: Step, state: LoopState) -> LoopState:

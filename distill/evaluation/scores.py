@@ -88,7 +88,7 @@ def describe(scores: dict[str, Any]) -> str:
 def last_hidden(model: LT2ForCausalLM, batch: Batch) -> Tensor:
     """The normed stream [B, T, C] that the head reads."""
     return model.model(
-        batch.input_ids_BT, attention_mask=batch.keep_BT, segment_ids=batch.segment_ids_BT
+        batch.input_ids_BT, attention_mask=batch.mask_BT, segment_ids=batch.segment_ids_BT
     ).last_hidden_state
 
 

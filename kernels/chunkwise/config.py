@@ -26,6 +26,7 @@ class Shape:
     value_width: int
     chunk: int
     dtype: torch.dtype
+    per_channel: bool
 
     @property
     def chunks(self) -> int:
@@ -45,28 +46,47 @@ class Shape:
     @property
     def blocks(self) -> dict[str, int]:
         """Constants that the kernels over single chunks share."""
-        widest = 64 if self.dtype == torch.float32 else 128
+        widest = 64 if self.dtype == torch.float32 or self.per_channel else 128
         return {
             "C": self.chunk,
             "KP": self.key_padded,
             "VP": self.value_padded,
             "BK": min(widest, self.key_padded),
-            "BV": min(64, self.value_padded),
+            "BV": min(64 if self.key_padded <= 128 else 32, self.value_padded),
             "LEVELS": self.chunk.bit_length() - 1,
         }
 
     @property
     def scan_blocks(self) -> dict[str, int]:
         """Constants of the kernels that walk from chunk to chunk."""
-        room = 64 * 128 if self.dtype != torch.float32 else 32 * 64
-        rows = self.batch * self.heads
-        block = max(16, min(64, room // self.key_padded, self.value_padded))
-        # Few rows: narrower blocks of columns put more of the processors to work.
-        while block > 16 and rows * (self.value_padded // block) < 100:
-            block //= 2
-        return {
-            "C": self.chunk, "KP": self.key_padded, "VP": self.value_padded, "BV": block,
-        }  # fmt: skip
+        block = 16 if self._narrow else 64
+        return {"C": self.chunk, "KP": self.key_padded, "VP": self.value_padded, "BV": block}
+
+    @property
+    def scan_launch(self) -> dict[str, int]:
+        """Warps, and chunks loaded ahead, of the scan."""
+        return {"num_warps": 4, "num_stages": self._stages(4 if self._narrow else 3)}
+
+    @property
+    def reverse_launch(self) -> dict[str, int]:
+        """The same of the reverse scan."""
+        return {"num_warps": 4 if self._narrow else 8, "num_stages": self._stages(3)}
+
+    @property
+    def _narrow(self) -> bool:
+        """Whether 64 columns a program would leave processors idle or take too many registers.
+
+        Nothing in between: blocks of 32 columns gave wrong results on an H200 under Triton 3.6.
+        """
+        programs = self.batch * self.heads * (self.value_padded // 64)
+        return programs < 100 or self.key_padded > 128 or self.dtype == torch.float32
+
+    def _stages(self, most: int) -> int:
+        if self.dtype == torch.float32:
+            return 1
+        # Running sums of every channel fill the shared memory that more chunks would need.
+        wide = (self.key_padded > 128) + self.per_channel
+        return (most, 2, 1)[wide]
 
     @property
     def value_block(self) -> int:
@@ -74,25 +94,16 @@ class Shape:
         return min(128 if self.dtype != torch.float32 else 64, self.value_padded)
 
     @property
-    def stages(self) -> int:
-        """Chunks that the scans load ahead."""
-        return 1 if self.dtype == torch.float32 or self.key_padded > 128 else 2
-
-    @property
-    def gradient_warps(self) -> int:
-        """Of the gradient kernel."""
-        return 8
+    def write_launch(self) -> dict[str, int]:
+        """Blocks and warps of `write_gradient`."""
+        warps = 8 if self.per_channel else 4
+        return self.blocks | {"BK": min(64, self.key_padded), "num_warps": warps}
 
     @property
     def precision(self) -> dict[str, str]:
         """How fp32 operands go through matrix units."""
         exact = "ieee" if torch.version.hip else "tf32x3"
         return {"PRECISION": exact if self.dtype == torch.float32 else "tf32"}
-
-    @property
-    def inverse_precision(self) -> str:
-        """Of the products that invert I + A, always in fp32."""
-        return self.precision["PRECISION"]
 
 
 def _padded(width: int) -> int:

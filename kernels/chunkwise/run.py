@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 
 from ltconvert.kernels.chunkwise.config import CHUNK_TOKENS, LARGEST_WIDTH, Shape
-from ltconvert.kernels.chunkwise.gradient import gradient_kernel
-from ltconvert.kernels.chunkwise.output import local_gradient_kernel, output_kernel
+from ltconvert.kernels.chunkwise.output import output_kernel
 from ltconvert.kernels.chunkwise.prepare import prepare_kernel
+from ltconvert.kernels.chunkwise.read_gradient import read_gradient_kernel
 from ltconvert.kernels.chunkwise.scan import reverse_scan_kernel, scan_kernel
+from ltconvert.kernels.chunkwise.write_gradient import write_gradient_kernel
 
 
 class Inputs(NamedTuple):
-    """One problem. ``beta`` makes it the delta rule; ``decay`` is [B, T, H], [B, T, H, K] or None."""
+    """One problem. ``beta`` makes it the delta rule; ``decay`` is [B, T, H] or [B, T, H, K]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     beta: Tensor | None
-    decay: Tensor | None
+    decay: Tensor
     initial: Tensor | None
     counts: Tensor | None
     scale: float
@@ -33,16 +34,21 @@ class Inputs(NamedTuple):
     chunk: int
 
     @property
+    def per_channel(self) -> bool:
+        """Whether every key channel has a decay of its own."""
+        return self.decay.dim() == 4
+
+    @property
     def shape(self) -> Shape:
         """Sizes and launch options."""
-        batch, length, heads, width = self.q.shape
-        return Shape(batch, length, heads, width, self.v.shape[-1], self.chunk, self.q.dtype)
+        sizes = *self.q.shape, self.v.shape[-1], self.chunk
+        return Shape(*sizes, dtype=self.q.dtype, per_channel=self.per_channel)
 
     @property
     def flags(self) -> dict[str, Any]:
         """The kernels' compile-time switches."""
         return {
-            "DECAY": 0 if self.decay is None else self.decay.dim() - 2,
+            "PER_CHANNEL": self.per_channel,
             "SEGMENTS": self.counts is not None,
             "L2NORM": self.l2norm,
         }
@@ -51,7 +57,7 @@ class Inputs(NamedTuple):
 class States(NamedTuple):
     """What `_states` leaves for outputs and gradients; [B * H * chunks, ...], filled up."""
 
-    sums: Tensor | None
+    sums: Tensor
     length: Tensor | None
     inverse: Tensor | None
     u: Tensor | None
@@ -65,25 +71,23 @@ def _states(x: Inputs) -> States:
     s, delta = x.shape, x.beta is not None
     cells = s.batch * s.heads * s.chunks
     low, fp32 = {"dtype": x.q.dtype}, {"dtype": torch.float32}
-    sums = length = inverse = u = w = None
-    if x.decay is not None:
-        per_channel = x.decay.dim() == 4
-        size = (cells, s.chunk, s.key_padded) if per_channel else (cells, s.chunk)
-        sums = x.q.new_empty(size, dtype=torch.float32 if per_channel else torch.float64)
+    length = inverse = u = w = None
+    size = (cells, s.chunk, s.key_padded) if x.per_channel else (cells, s.chunk)
+    fast = x.per_channel and x.q.dtype != torch.float32
+    sums = x.q.new_empty(size, dtype=torch.float32 if fast else torch.float64)
     if delta:
         inverse = x.q.new_empty((cells, s.chunk, s.chunk), **low)
         u = x.q.new_empty((cells, s.chunk, s.value_padded), **low)
         w = x.q.new_empty((cells, s.chunk, s.key_padded), **low)
         if x.l2norm:
             length = x.q.new_empty((cells, s.chunk), **fp32)
-    if delta or sums is not None:
-        prepare_kernel[(cells,)](
-            x.k, x.v, x.beta, x.decay, x.counts, sums, length, inverse, u, w,
-            *x.k.stride()[:3], *x.v.stride()[:3],
-            s.length, s.heads, s.key_width, s.value_width, s.chunks,
-            **s.blocks, **x.flags, **s.precision, DELTA=delta,
-            INVERSE_PRECISION=s.inverse_precision, num_warps=4,
-        )  # fmt: skip
+    prepare_kernel[(cells,)](
+        x.k, x.v, x.beta, x.decay, x.counts, sums, length, inverse, u, w,
+        *x.k.stride()[:3], *x.v.stride()[:3],
+        s.length, s.heads, s.key_width, s.value_width, s.chunks,
+        **s.blocks, **x.flags, **s.precision, DELTA=delta,
+        num_warps=4,
+    )  # fmt: skip
     state = x.q.new_empty((cells, s.key_padded, s.value_padded), **low)
     final = x.q.new_empty((s.batch, s.heads, s.key_width, s.value_width), **fp32)
     blocks = s.scan_blocks
@@ -92,7 +96,7 @@ def _states(x: Inputs) -> States:
         *x.k.stride()[:3], *x.v.stride()[:3],
         s.length, s.heads, s.key_width, s.value_width, s.chunks,
         **blocks, **x.flags, **s.precision, DELTA=delta, INITIAL=x.initial is not None,
-        num_warps=4, num_stages=s.stages,
+        **s.scan_launch,
     )  # fmt: skip
     return States(sums, length, inverse, u, w, state, final)
 
@@ -116,7 +120,7 @@ def forward(x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, beta, decay and the initial state; the middle ones None if not given."""
+    """Gradients of q, k, v, beta (None without one), decay and the initial state."""
     s, delta = x.shape, x.beta is not None
     do, dfinal = do.contiguous(), dfinal.contiguous()
     sizes = (s.length, s.heads, s.key_width, s.value_width, s.chunks, x.scale)
@@ -125,10 +129,17 @@ def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor, ...]:
         y = _states(x)
         q_length = x.q.new_empty((cells, s.chunk), dtype=torch.float32) if x.l2norm else None
         du = x.q.new_empty((cells, s.chunk, s.value_padded))
-        local_gradient_kernel[(cells,)](
-            x.q, x.k, do, x.counts, y.sums, q_length, y.length, du,
-            *x.q.stride()[:3], *x.k.stride()[:3], *sizes,
-            **s.blocks, **x.flags, **s.precision, num_warps=4,
+        dp = x.q.new_empty((cells, s.chunk, s.chunk))
+        dq, dk, dv = (
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)
+        )
+        dbeta = None if x.beta is None else torch.empty_like(x.beta)
+        ddecay = torch.empty_like(x.decay)
+        read_gradient_kernel[(cells,)](
+            x.q, x.k, x.v, do, x.counts, y.sums, q_length, y.length, y.u, y.state,
+            du, dp, dq, ddecay,
+            *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *sizes,
+            **s.blocks, **x.flags, **s.precision, DELTA=delta, num_warps=4,
         )  # fmt: skip
         dstate = torch.empty_like(y.state)
         dinitial = torch.empty_like(y.final)
@@ -137,19 +148,13 @@ def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor, ...]:
             x.q, x.k, do, x.counts, y.sums, q_length, y.length, y.w, du,
             dfinal, dinitial, dstate,
             *x.q.stride()[:3], *x.k.stride()[:3], *sizes,
-            **blocks, **x.flags, **s.precision, DELTA=delta,
-            num_warps=4, num_stages=s.stages,
+            **blocks, **x.flags, **s.precision, DELTA=delta, **s.reverse_launch,
         )  # fmt: skip
-        dq, dk, dv = (
-            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)
-        )
-        dbeta = None if x.beta is None else torch.empty_like(x.beta)
-        ddecay = None if x.decay is None else torch.empty_like(x.decay)
-        gradient_kernel[(cells,)](
-            x.q, x.k, x.v, x.beta, do, x.counts, y.sums, q_length, y.length,
-            y.inverse, y.u, du, y.state, dstate, dq, dk, dv, dbeta, ddecay,
+        write_gradient_kernel[(cells,)](
+            x.q, x.k, x.v, x.beta, x.counts, y.sums, q_length, y.length,
+            y.inverse, y.u, du, dp, y.state, dstate, dk, dv, dbeta, ddecay,
             *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *sizes,
-            **s.blocks, **x.flags, **s.precision, DELTA=delta, num_warps=s.gradient_warps,
+            **s.write_launch, **x.flags, **s.precision, DELTA=delta,
         )  # fmt: skip
     return dq, dk, dv, dbeta, ddecay, dinitial
 
@@ -161,7 +166,7 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
 
 @torch.library.custom_op("ltconvert::chunkwise", mutates_args=())
 def _chunkwise(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor,
     initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool, chunk: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return forward(Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm, chunk))
@@ -177,7 +182,7 @@ def _(q, k, v, beta, decay, initial, counts, scale, l2norm, chunk):  # type: ign
 @torch.library.custom_op("ltconvert::chunkwise_backward", mutates_args=())
 def _chunkwise_backward(
     do: Tensor, dfinal: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor,
     initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool, chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     grads = backward(
@@ -192,8 +197,13 @@ def _(  # type: ignore[no-untyped-def]
     do, dfinal, q, k, v, beta, decay, initial, counts, scale, l2norm, chunk
 ):
     like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
-    optional = [q.new_empty(0) if t is None else torch.empty_like(t) for t in (beta, decay)]
-    return (*like, *optional, torch.empty_like(dfinal, memory_format=torch.contiguous_format))
+    dbeta = q.new_empty(0) if beta is None else torch.empty_like(beta)
+    return (
+        *like,
+        dbeta,
+        torch.empty_like(decay),
+        torch.empty_like(dfinal, memory_format=torch.contiguous_format),
+    )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -234,9 +244,11 @@ def linear_attention(
     if chunk not in (16, 32, 64):
         raise ValueError(f"chunk_size of triton kernels is 16, 32 or 64 tokens, got {chunk}")
     q, k, v = (_rows(t.to(dtype)) for t in (q_BTHK, k_BTHK, v_BTHV))
-    beta, decay, initial = (
-        None if t is None else t.float().contiguous()
-        for t in (beta_BTH, log_decay, initial_state_BHKV)
+    if log_decay is None:
+        log_decay = q.new_zeros(q.shape[:3], dtype=torch.float32)
+    decay = log_decay.float().contiguous()
+    beta, initial = (
+        None if t is None else t.float().contiguous() for t in (beta_BTH, initial_state_BHKV)
     )
     counts = None if counts_BT is None else counts_BT.to(torch.int32).contiguous()
     o, final = _chunkwise(q, k, v, beta, decay, initial, counts, scale, l2norm_qk, chunk)

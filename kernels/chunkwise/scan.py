@@ -15,17 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ltconvert.kernels.chunkwise.tiles import CHANNEL, HEAD, head_decays, tile, tile_t
-
-
-@triton.jit
-def sums_of(sum_ptr, index, C: tl.constexpr, KP: tl.constexpr, DECAY: tl.constexpr):
-    """Where the running sums of chunk `index` lie."""
-    if DECAY == HEAD:
-        sum_ptr += index * C
-    if DECAY == CHANNEL:
-        sum_ptr += index * C * KP
-    return sum_ptr
+from ltconvert.kernels.chunkwise.tiles import head_decays, sums_of, tile, tile_t
 
 
 @triton.jit
@@ -35,7 +25,7 @@ def scan_kernel(
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
     T, H, K, V, N,
     C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, VP: tl.constexpr,
-    DELTA: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, L2NORM: tl.constexpr,
+    DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SEGMENTS: tl.constexpr, L2NORM: tl.constexpr,
     INITIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """States at the start of every chunk, the final state, and U completed in place."""
@@ -58,8 +48,8 @@ def scan_kernel(
         rows = T - chunk * C
         low = state.to(dtype)
         tl.store(state_ptr + index * KP * VP + channels[:, None] * VP + columns[None, :], low)
-        sums = sums_of(sum_ptr, index, C, KP, DECAY)
-        _, out, through = head_decays(sums, counts_ptr, b, chunk, T, C, DECAY, SEGMENTS)
+        sums = sums_of(sum_ptr, index, C, KP, PER_CHANNEL)
+        _, out, through = head_decays(sums, counts_ptr, b, chunk, T, C, PER_CHANNEL, SEGMENTS)
         if L2NORM:
             out *= tl.load(length_ptr + index * C + i)
         if DELTA:
@@ -70,11 +60,11 @@ def scan_kernel(
         else:
             u = tile(v_ptr, i, columns, v_stride_t, rows, V).to(tl.float32)
         k_t = tile_t(k_ptr, i, channels, k_stride_t, rows, K)
-        if DECAY == CHANNEL:
+        if PER_CHANNEL:
             total = tl.load(sums + (C - 1) * KP + channels)
             gap = tl.load(sums + i[None, :] * KP + channels[:, None])
-            k_t = (k_t * tl.exp(total[:, None] - gap)).to(dtype)
-            state *= tl.exp(total)[:, None]
+            k_t = (k_t * tl.exp((total[:, None] - gap).to(tl.float32))).to(dtype)
+            state *= tl.exp(total.to(tl.float32))[:, None]
         write = (u * out[:, None]).to(dtype)
         state = state * through + tl.dot(k_t, write, input_precision=PRECISION)
         k_ptr += C * k_stride_t
@@ -89,7 +79,7 @@ def reverse_scan_kernel(
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
     T, H, K, V, N, scale,
     C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, VP: tl.constexpr,
-    DELTA: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr, L2NORM: tl.constexpr,
+    DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SEGMENTS: tl.constexpr, L2NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the states after every chunk and of the initial one, and dU in place."""
@@ -112,21 +102,21 @@ def reverse_scan_kernel(
         rows = T - chunk * C
         low = dstate.to(dtype)
         tl.store(dstate_ptr + index * KP * VP + channels[:, None] * VP + columns[None, :], low)
-        sums = sums_of(sum_ptr, index, C, KP, DECAY)
-        into, out, through = head_decays(sums, counts_ptr, b, chunk, T, C, DECAY, SEGMENTS)
+        sums = sums_of(sum_ptr, index, C, KP, PER_CHANNEL)
+        into, out, through = head_decays(sums, counts_ptr, b, chunk, T, C, PER_CHANNEL, SEGMENTS)
         into *= scale
         if L2NORM:
             into *= tl.load(q_length_ptr + index * C + i)
             out *= tl.load(length_ptr + index * C + i)
         q_t = tile_t(q_ptr, i, channels, q_stride_t, rows, K)
         k = tile(k_ptr, i, channels, k_stride_t, rows, K)
-        if DECAY == CHANNEL:
+        if PER_CHANNEL:
             total = tl.load(sums + (C - 1) * KP + channels)
             gap = tl.load(sums + i[:, None] * KP + channels[None, :])
             gap_t = tl.load(sums + i[None, :] * KP + channels[:, None])
-            k = (k * tl.exp(total[None, :] - gap)).to(dtype)
-            q_t = (q_t * tl.exp(gap_t)).to(dtype)
-            dstate *= tl.exp(total)[:, None]
+            k = (k * tl.exp((total[None, :] - gap).to(tl.float32))).to(dtype)
+            q_t = (q_t * tl.exp(gap_t.to(tl.float32))).to(dtype)
+            dstate *= tl.exp(total.to(tl.float32))[:, None]
         at_du = du_ptr + (index * C + i[:, None]) * VP + columns[None, :]
         du = tl.load(at_du).to(tl.float32)
         du += tl.dot(k, low, input_precision=PRECISION) * out[:, None]

@@ -1,7 +1,8 @@
 """Gated delta rule: linear attention whose state forgets, and corrects itself instead of adding.
 
-Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), equation 10, in
-transposed form: the state here is [K, V] and is read as S^T q.
+Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), equation 10, in
+transposed form: the state here is [K, V] and is read as S^T q. With a decay for each key channel:
+Kimi Team, "Kimi Linear" (arXiv 2510.26692), equation 1 (Kimi Delta Attention).
 
 B batch, T tokens, H heads, K key width, V value width.
 """
@@ -19,7 +20,7 @@ def delta_rule(
     k_BTHK: Tensor,
     v_BTHV: Tensor,
     beta_BTH: Tensor,
-    log_decay_BTH: Tensor | None = None,
+    log_decay: Tensor | None = None,
     *,
     initial_state_BHKV: Tensor | None = None,
     segment_ids_BT: Tensor | None = None,
@@ -36,8 +37,10 @@ def delta_rule(
         S_t = a_t S_{t-1} + beta_t k_t (v_t - (a_t S_{t-1})^T k_t)^T
         o_t = scale * S_t^T q_t
 
+    `log_decay` is [B, T, H], or [B, T, H, K] for a decay of its own for each key channel, that is
+    each row of the state: a_t S then reads diag(a_t) S. It is meant to be <= 0; -inf forgets all.
     `l2norm_qk` first divides q and k by their length (safe at the zero vector). `scale` is
-    K ** -0.5 when None. log_decay is meant to be <= 0; -inf forgets all.
+    K ** -0.5 when None.
 
     `segment_ids_BT` (int): where the id differs from the token before, the state is set to zero
     before that token; the first token of a row continues the initial state. `keep_BT`: False marks
@@ -50,11 +53,7 @@ def delta_rule(
     Raises ValueError on shapes that do not fit together.
     """
     batch, length, heads, key_width = _check_sequence(q_BTHK, k_BTHK, v_BTHV, beta_BTH)
-    if log_decay_BTH is not None and log_decay_BTH.shape != beta_BTH.shape:
-        raise ValueError(
-            f"log_decay must have beta's shape {list(beta_BTH.shape)}, "
-            f"got {list(log_decay_BTH.shape)}"
-        )
+    _check_log_decay(log_decay, q_BTHK)
     _check_state("initial_state", initial_state_BHKV, (batch, heads, key_width, v_BTHV.shape[-1]))
     check_token_grid("segment_ids", segment_ids_BT, batch, length)
     check_token_grid("keep", keep_BT, batch, length)
@@ -65,7 +64,7 @@ def delta_rule(
         k_BTHK,
         v_BTHV,
         beta_BTH,
-        log_decay_BTH,
+        log_decay,
         initial_state_BHKV=initial_state_BHKV,
         segment_ids_BT=segment_ids_BT,
         keep_BT=keep_BT,
@@ -80,7 +79,7 @@ def delta_rule_step(
     k_BHK: Tensor,
     v_BHV: Tensor,
     beta_BH: Tensor,
-    log_decay_BH: Tensor | None,
+    log_decay: Tensor | None,
     state_BHKV: Tensor,
     *,
     scale: float | None = None,
@@ -88,7 +87,8 @@ def delta_rule_step(
 ) -> tuple[Tensor, Tensor]:
     """Run one token of `delta_rule`: (output [B, H, V], new state [B, H, K, V]).
 
-    Same formula, dtypes and defaults as `delta_rule`; `state_BHKV` is not changed.
+    Same formula, dtypes and defaults as `delta_rule`, log_decay [B, H] or [B, H, K]; `state_BHKV`
+    is not changed.
     Raises ValueError on shapes that do not fit together.
     """
     batch, heads, key_width = q_BHK.shape
@@ -97,18 +97,18 @@ def delta_rule_step(
             "q and k must be [batch, heads, key width] and v [batch, heads, value width], got "
             f"{list(q_BHK.shape)}, {list(k_BHK.shape)} and {list(v_BHV.shape)}"
         )
-    for name, tensor in (("beta", beta_BH), ("log_decay", log_decay_BH)):
-        if tensor is not None and tuple(tensor.shape) != (batch, heads):
-            raise ValueError(
-                f"{name} must be [batch, heads] = [{batch}, {heads}], got {list(tensor.shape)}"
-            )
+    if tuple(beta_BH.shape) != (batch, heads):
+        raise ValueError(
+            f"beta must be [batch, heads] = [{batch}, {heads}], got {list(beta_BH.shape)}"
+        )
+    _check_log_decay(log_decay, q_BHK)
     _check_state("state", state_BHKV, (batch, heads, key_width, v_BHV.shape[-1]))
     return dispatch.implementation("delta_rule", q_BHK.device).delta_rule_step(
         q_BHK,
         k_BHK,
         v_BHV,
         beta_BH,
-        log_decay_BH,
+        log_decay,
         state_BHKV,
         scale=key_width**-0.5 if scale is None else scale,
         l2norm_qk=l2norm_qk,
@@ -137,6 +137,14 @@ def _check_sequence(
         raise ValueError("delta_rule needs at least one token, got a sequence of length 0")
     batch, length, heads, key_width = q_BTHK.shape
     return batch, length, heads, key_width
+
+
+def _check_log_decay(log_decay: Tensor | None, q: Tensor) -> None:
+    if log_decay is not None and log_decay.shape not in (q.shape[:-1], q.shape):
+        raise ValueError(
+            f"log_decay must have beta's shape {list(q.shape[:-1])}, or q's {list(q.shape)} for a "
+            f"decay of each key channel, got {list(log_decay.shape)}"
+        )
 
 
 def _check_state(name: str, state_BHKV: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -1,18 +1,21 @@
 """Divergence between two language models from hidden states and heads, logits a chunk at a time.
 
-N tokens, D and E hidden widths of student and teacher, V vocabulary.
+N tokens, D and E hidden widths of student and teacher, V vocabulary, K tokens of a cached top-k.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import sys
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
+from ltconvert.kernels.linear_kl.arguments import Teacher, check_options, check_tensors
 
 Divergence = Literal["forward", "reverse", "jsd"]
+Reduction = Literal["mean", "sum"]
 
 # Bytes of fp32 logits that a chunk may have for one model. The reference holds a chunk of both
 # models in the dtype of the matrix products: twice this in fp32, once this in bf16. Each chunk adds
@@ -24,13 +27,13 @@ class LinearKL(NamedTuple):
     """``loss`` has gradients; ``kl`` and ``ce`` are detached means in nats a token.
 
     ``kl`` is at the temperature and without weights; ``ce`` is 0 without labels; ``tokens`` counts
-    those that the KL is a mean over.
+    those that the KL is a mean over: an int, or a tensor [] where a GPU would have to wait for it.
     """
 
     loss: Tensor
     kl: Tensor
     ce: Tensor
-    tokens: int
+    tokens: int | Tensor
 
 
 class LinearScores(NamedTuple):
@@ -45,9 +48,11 @@ class LinearScores(NamedTuple):
 def linear_kl(
     student_hidden_ND: Tensor,
     student_head_VD: Tensor,
-    teacher_hidden_NE: Tensor,
-    teacher_head_VE: Tensor,
+    teacher_hidden_NE: Tensor | None = None,
+    teacher_head_VE: Tensor | None = None,
     *,
+    teacher_logits_NV: Tensor | None = None,
+    teacher_topk: tuple[Tensor, Tensor] | None = None,
     mask_N: Tensor | None = None,
     labels_N: Tensor | None = None,
     temperature: float = 1.0,
@@ -57,6 +62,7 @@ def linear_kl(
     ce_weight: float = 0.0,
     student_softcap: float | None = None,
     teacher_softcap: float | None = None,
+    reduction: Reduction = "mean",
     chunk_tokens: int | None = None,
     vocab_size: int | None = None,
 ) -> LinearKL:
@@ -68,30 +74,38 @@ def linear_kl(
         reverse  KL(q || p)
         jsd      beta KL(p || m) + (1 - beta) KL(q || m),  m = beta p + (1 - beta) q
 
+    The teacher comes in one of three forms: hidden states and head; ``teacher_logits_NV``, which
+    stand for hidden @ head.T (-inf: probability 0); or ``teacher_topk``, token ids [N, K], distinct
+    in a row, and their log-probabilities [N, K] at the temperature. Of a top-k, all other tokens
+    are one outcome, with P = 1 - sum p and Q = 1 - sum q over the K tokens::
+
+        forward  sum over K of p (log p - log q)  +  P (log P - log Q)
+
     CE is that of the student at temperature 1 on ``labels_N`` (-100: not counted). ``mask_N`` False
-    leaves a token out of both. The mean of the KL is over kept tokens, that of the CE over kept and
-    labelled ones. Columns from ``vocab_size`` on are ignored (padded vocabularies; the heads may
-    have different numbers of rows). Gradients are computed in the forward pass, so at no time is
-    there more than one chunk of logits of each model; matrix products run in the autocast dtype
-    where autocast is on, else in that of the hidden states; the softmax in fp32 (fp64 for fp64
-    inputs). The head's gradient is added up in fp32. The JSD is that of arXiv 2306.13649.
+    leaves a token out of both, whatever its values. The mean of the KL is over kept tokens, that of
+    the CE over kept and labelled ones; with ``reduction="sum"`` the loss has sums in their place.
+    Columns from ``vocab_size`` on are ignored (padded vocabularies; the heads may have different
+    numbers of rows). Gradients are computed in the forward pass, so at no time is there more than
+    one chunk of logits of each model; matrix products run in the autocast dtype where autocast is
+    on, else in that of the hidden states; the softmax in fp32 (fp64 for fp64 inputs, which the
+    Triton kernel refuses). The head's gradient is added up in fp32. The JSD is that of arXiv
+    2306.13649. ``chunk_tokens`` None leaves the size of a chunk to the backend.
 
     Raises:
-        ValueError: shapes that do not fit together, or an unknown divergence.
+        ValueError: shapes that do not fit together, an unknown divergence or reduction, a teacher
+            in no or more than one form, a top-k with another divergence than "forward". On a GPU
+            labels past the vocabulary go unnoticed here and make the CE NaN.
     """
-    heads = student_head_VD, teacher_head_VE
-    vocab = _check(student_hidden_ND, teacher_hidden_NE, heads, vocab_size, labels_N, mask_N)
-    if divergence not in ("forward", "reverse", "jsd"):
-        raise ValueError(f"divergence must be 'forward', 'reverse' or 'jsd', got {divergence!r}")
-    if temperature <= 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
-    if ce_weight and labels_N is None:
-        raise ValueError(f"ce_weight {ce_weight} needs labels_N, got none")
-    return dispatch.implementation("linear_kl", student_hidden_ND.device).linear_kl(
+    indices_NK, log_probs_NK = teacher_topk or (None, None)
+    teacher = Teacher(
+        teacher_hidden_NE, teacher_head_VE, teacher_logits_NV, indices_NK, log_probs_NK
+    )
+    vocab = check_tensors(student_hidden_ND, student_head_VD, teacher, vocab_size, labels_N, mask_N)
+    check_options(teacher, labels_N, divergence, temperature, ce_weight, teacher_softcap, reduction)
+    return _backend(student_hidden_ND).linear_kl(
         student_hidden_ND,
-        student_head_VD[:vocab],
-        teacher_hidden_NE,
-        teacher_head_VE[:vocab],
+        _cut(student_head_VD, vocab),
+        teacher.cut(vocab),
         mask_N=mask_N,
         labels_N=labels_N,
         temperature=temperature,
@@ -101,7 +115,8 @@ def linear_kl(
         ce_weight=ce_weight,
         student_softcap=student_softcap,
         teacher_softcap=teacher_softcap,
-        chunk_tokens=chunk_tokens or default_chunk(vocab),
+        reduction=reduction,
+        chunk_tokens=chunk_tokens,
     )
 
 
@@ -123,17 +138,16 @@ def linear_scores(
     Raises:
         ValueError: shapes that do not fit together.
     """
-    heads = student_head_VD, teacher_head_VE
-    vocab = _check(student_hidden_ND, teacher_hidden_NE, heads, vocab_size, labels_N)
-    return dispatch.implementation("linear_kl", student_hidden_ND.device).linear_scores(
+    teacher = Teacher(teacher_hidden_NE, teacher_head_VE)
+    vocab = check_tensors(student_hidden_ND, student_head_VD, teacher, vocab_size, labels_N)
+    return _backend(student_hidden_ND).linear_scores(
         student_hidden_ND,
-        student_head_VD[:vocab],
-        teacher_hidden_NE,
-        teacher_head_VE[:vocab],
+        _cut(student_head_VD, vocab),
+        teacher.cut(vocab),
         labels_N,
         student_softcap=student_softcap,
         teacher_softcap=teacher_softcap,
-        chunk_tokens=chunk_tokens or default_chunk(vocab),
+        chunk_tokens=chunk_tokens,
     )
 
 
@@ -142,38 +156,16 @@ def default_chunk(vocab_size: int) -> int:
     return max(16, CHUNK_BYTES // (4 * vocab_size))
 
 
-def _check(
-    student_ND: Tensor,
-    teacher_NE: Tensor,
-    heads: tuple[Tensor, Tensor],
-    vocab_size: int | None,
-    labels_N: Tensor | None,
-    mask_N: Tensor | None = None,
-) -> int:
-    """The number of columns to compare; ValueError where something does not fit."""
-    if student_ND.dim() != 2 or teacher_NE.dim() != 2 or len(student_ND) != len(teacher_NE):
-        raise ValueError(
-            "hidden states must be [tokens, width] with equal tokens, got "
-            f"{list(student_ND.shape)} and {list(teacher_NE.shape)}"
-        )
-    for name, hidden, head in zip(
-        ("student", "teacher"), (student_ND, teacher_NE), heads, strict=True
-    ):
-        if head.dim() != 2 or head.shape[1] != hidden.shape[1]:
-            raise ValueError(
-                f"{name} head must be [vocabulary, {hidden.shape[1]}], got {list(head.shape)}"
-            )
-    rows = len(heads[0]), len(heads[1])
-    if vocab_size is None and rows[0] != rows[1]:
-        raise ValueError(
-            f"heads have {rows[0]} and {rows[1]} rows; say how many of them are tokens (vocab_size)"
-        )
-    vocab = rows[0] if vocab_size is None else vocab_size
-    if not 0 < vocab <= min(rows):
-        raise ValueError(f"vocab_size must be 1 to {min(rows)}, got {vocab}")
-    for name, tensor in (("labels", labels_N), ("mask", mask_N)):
-        if tensor is not None and tensor.shape != student_ND.shape[:1]:
-            raise ValueError(f"{name} must be [{len(student_ND)}], got {list(tensor.shape)}")
-    if labels_N is not None and len(labels_N) and int(labels_N.max()) >= vocab:
-        raise ValueError(f"labels must be below {vocab}, the vocabulary, got {int(labels_N.max())}")
-    return vocab
+def _cut(head_VD: Tensor, vocab: int) -> Tensor:
+    """The first rows; the head itself where it has no more, as a slice's gradient is a copy."""
+    return head_VD if len(head_VD) == vocab else head_VD[:vocab]
+
+
+def _backend(tensor: Tensor) -> Any:
+    return sys.modules[_module_name(tensor.device.type)]
+
+
+# torch.compile cannot look into imports, and a name is what it can keep as a constant.
+@torch.compiler.assume_constant_result
+def _module_name(device: str) -> str:
+    return dispatch.implementation("linear_kl", torch.device(device)).__name__

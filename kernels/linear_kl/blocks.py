@@ -3,8 +3,8 @@
 On a CPU a block is so small that its intermediate values stay in the processor's cache, which makes
 the arithmetic several times cheaper than passes over whole fp32 copies of the logits.
 
-c tokens of a chunk, r rows of a block, V vocabulary. s and t are the logits of student and teacher
-over the temperature, q and p their softmax.
+c tokens of a chunk, r rows of a block, V vocabulary, K tokens of a top-k. s and t are the logits of
+student and teacher over the temperature, q and p their softmax.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ltconvert.kernels.linear_kl.arguments import Teacher
+
 BLOCK_ELEMENTS = 1 << 18  # logits of one model in a block, for each CPU thread; 1 MiB in fp32
 ARGMAX_STRIDE = 256
+LOWEST = -1e30  # stands for -inf in a teacher's logits: 0 times their difference is then 0, not NaN
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,12 @@ class Options:
     ce_weight: float
     student_softcap: float | None
     teacher_softcap: float | None
-    chunk_tokens: int
+    reduction: str
 
 
 def compare(
     z_rV: Tensor,
-    y_rV: Tensor,
+    teacher: Teacher,
     labels_r: Tensor | None,
     space_4rV: Tensor,
     options: Options,
@@ -43,20 +46,25 @@ def compare(
 ) -> tuple[Tensor, Tensor]:
     """KL [r] and -log softmax at the labels [r], fp64; the loss's gradient replaces ``z_rV``.
 
-    ``weights`` are those of the KL over the temperature's logits and of the cross-entropy.
+    ``teacher`` has logits or a top-k. ``weights`` are those of the KL over the temperature's logits
+    and of the cross-entropy.
     """
     s_rV, t_rV, q_rV, p_rV = space_4rV
-    load(y_rV, options.teacher_softcap, options.temperature, t_rV)
     slope_rV = load(z_rV, options.student_softcap, 1.0, s_rV)
     nll_r, dce_rV = torch.zeros((), dtype=torch.float64, device=z_rV.device), None
     if labels_r is not None:
         nll_r, dce_rV = _cross_entropy(s_rV, labels_r, q_rV, weights[1])
     if options.temperature != 1.0:
         s_rV /= options.temperature
-    log_sum_s, log_sum_t = softmax(s_rV, q_rV), softmax(t_rV, p_rV)
-    kl_r, dz_rV = _DIVERGENCES[options.divergence](
-        s_rV, t_rV, q_rV, p_rV, log_sum_s, log_sum_t, options.beta
-    )
+    log_sum_s = softmax(s_rV, q_rV)
+    if teacher.logits_NV is None:
+        kl_r, dz_rV = _topk_kl(s_rV, q_rV, p_rV, log_sum_s, teacher)
+    else:
+        load(teacher.logits_NV, options.teacher_softcap, options.temperature, t_rV)
+        log_sum_t = softmax(t_rV, p_rV)
+        kl_r, dz_rV = _DIVERGENCES[options.divergence](
+            s_rV, t_rV, q_rV, p_rV, log_sum_s, log_sum_t, options.beta
+        )
     if weights[0] != 1.0:
         dz_rV *= weights[0]
     if dce_rV is not None:
@@ -98,6 +106,31 @@ def _jsd(
     pull_r1 = torch.mul(s, q, out=log_m).sum(-1, keepdim=True)
     kl_r = beta * t.mul_(p).sum(-1).double() + (1 - beta) * pull_r1[:, 0].double()
     return kl_r, s.sub_(pull_r1).mul_(q).mul_(1 - beta)
+
+
+def _topk_kl(
+    s: Tensor, q: Tensor, space: Tensor, log_sum_s: Tensor, teacher: Teacher
+) -> tuple[Tensor, Tensor]:
+    """Forward KL where all but K tokens are one outcome: (KL [r] in fp64, its gradient in s)."""
+    index_rK, log_p_rK = teacher.indices_NK, teacher.log_probs_NK
+    assert index_rK is not None and log_p_rK is not None
+    log_p_rK = log_p_rK.double()
+    p_rK = log_p_rK.exp()
+    log_q_rK = s.gather(-1, index_rK).double() - log_sum_s[:, None]
+    kl_r = (p_rK * (log_p_rK - log_q_rK)).where(p_rK != 0, 0.0).sum(-1)
+    mass_r = p_rK.sum(-1)
+    if index_rK.shape[-1] < s.shape[-1]:
+        # Summed over the other tokens: 1 - sum q would lose the digits of a small rest.
+        log_rest_r = softmax(s.scatter_(-1, index_rK, -torch.inf), space)
+        rest_r = (1 - mass_r).clamp(min=0)
+        gap_r = rest_r.log() - (log_rest_r - log_sum_s)
+        kl_r += (rest_r * gap_r).where(rest_r != 0, 0.0)
+        mass_r += rest_r
+        space *= rest_r[:, None].to(s.dtype)
+    else:
+        space.zero_()
+    q *= mass_r[:, None].to(s.dtype)
+    return kl_r, q.sub_(space.scatter_(-1, index_rK, p_rK.to(s.dtype)))
 
 
 _DIVERGENCES = {"forward": forward_kl, "reverse": _reverse, "jsd": _jsd}

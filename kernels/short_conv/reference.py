@@ -105,7 +105,8 @@ def _blocks(
     past = weight_DW.shape[1] - 1
     length = source_BSD.shape[1] - past
     step = length
-    if source_BSD.device.type == "cpu":
+    small = source_BSD.device.type == "cpu" and not torch.compiler.is_compiling()
+    if small:
         room = BLOCK_ELEMENTS * torch.get_num_threads()
         step = min(length, max(1, room // (batch * channels)))
     work = torch.promote_types(source_BSD.dtype, torch.float32)
@@ -117,5 +118,5 @@ def _blocks(
             own_Bn = counts_BS[:, start + past : stop + past]
             for tap in range(past):
                 same_Bn = counts_BS[:, start + tap : stop + tap] == own_Bn
-                masks[tap] = None if same_Bn.all() else same_Bn[..., None]
+                masks[tap] = None if small and same_Bn.all() else same_Bn[..., None]
         yield slice(start, stop), source_BSD[:, start : stop + past].to(work), taps_WD, masks

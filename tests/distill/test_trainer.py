@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_model, tiny_spec
+from safetensors.torch import load_file
 from toy_training import (
     SEQ,
     ToyModel,
@@ -26,7 +27,7 @@ from toy_training import (
 )
 
 from ltconvert.convert.transfer import build_student
-from ltconvert.distill import resume
+from ltconvert.distill import readings, resume
 from ltconvert.distill.interrupt import Stopped
 from ltconvert.distill.optim import build_optimizer, lr_share, plan_steps
 from ltconvert.distill.precision import pick_precision
@@ -143,8 +144,6 @@ def test_frozen_and_tied_parameters(folder: Path, tiny_tokenizer: Any) -> None:
     assert torch.equal(objective.module.frozen.weight, start["frozen.weight"])
     assert not torch.equal(objective.module.embed.weight, start["embed.weight"])
     assert objective.module.head.weight is objective.module.embed.weight
-    from safetensors.torch import load_file
-
     saved = load_file(folder / "stage" / "checkpoint" / "parameters.safetensors")
     assert set(saved) == {"embed.weight", "hidden.weight", "hidden.bias"}
 
@@ -171,15 +170,15 @@ def test_bf16_autocast_keeps_fp32_weights(folder: Path, tiny_tokenizer: Any) -> 
 class _Breaks(ToyObjective):
     """A loss, or only a gradient, that is not finite from the second step on."""
 
-    def __init__(self, module: torch.nn.Module, how: str) -> None:
+    def __init__(self, module: torch.nn.Module, how: str, after: int = 2) -> None:
         super().__init__(module)
-        self.how = how
+        self.how, self.after = how, after
 
     def train_step(self, batch: Any, backward: Any, progress: float) -> dict[str, torch.Tensor]:
         values = super().train_step(batch, backward, progress)
-        if self.calls > 2 and self.how == "gradient":
+        if self.calls > self.after and self.how == "gradient":
             self.module.hidden.weight.grad[0, 0] = float("inf")
-        elif self.calls > 2:
+        elif self.calls > self.after:
             values["loss"] = values["loss"] * float(self.how)
         return values
 
@@ -215,6 +214,33 @@ def test_not_finite(
     else:
         assert "no checkpoint yet" in text and not checkpoint.exists()
     assert all(torch.isfinite(p).all() for p in objective.module.parameters())
+
+
+@pytest.mark.parametrize("late", [1, 3])
+@pytest.mark.parametrize("how", ["nan", "gradient"])
+def test_not_finite_and_read_late(
+    folder: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, how: str, late: int
+) -> None:
+    """As on a GPU: the step is named, its update and all later ones do not happen."""
+    monkeypatch.setenv("LTCONVERT_CHECKPOINT_STEPS", "2")
+    torch.manual_seed(5)
+    good, _ = run_toy(folder.parent / "good", tiny_tokenizer, make_settings(), dropout=0.0)
+    monkeypatch.setitem(readings.STEPS_LATE, "cpu", late)
+    torch.manual_seed(5)
+    late_too, _ = run_toy(folder.parent / "late", tiny_tokenizer, make_settings(), dropout=0.0)
+    for a, b in zip(good.module.parameters(), late_too.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+    lines = [(folder.parent / name / "metrics.jsonl").read_text() for name in ("good", "late")]
+    assert lines[0] == lines[1]
+
+    torch.manual_seed(5)
+    objective = _Breaks(ToyModel(0.0), how, after=10)
+    with pytest.raises(UserError, match="stage logits, step 6 of 12: .*step 4, is kept"):
+        run_toy(folder, tiny_tokenizer, make_settings(), objective=objective)
+    assert (folder / "metrics.jsonl").read_text().splitlines() == lines[0].splitlines()[:5]
+    assert all(torch.isfinite(p).all() for p in objective.module.parameters())
+    saved = load_file(folder / "stage" / "checkpoint" / "parameters.safetensors")
+    assert all(torch.isfinite(p).all() for p in saved.values())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

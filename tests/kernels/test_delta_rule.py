@@ -4,104 +4,33 @@ from __future__ import annotations
 
 import pytest
 import torch
+from recurrence_case import NAMES, compare, make_inputs, recurrence, tokens
 from torch import Tensor
 
-from ltconvert.kernels.delta_rule import chunks, delta_rule, delta_rule_step
+from ltconvert.kernels import chunks
+from ltconvert.kernels.delta_rule import delta_rule, delta_rule_step
 
-NAMES = ("q", "k", "v", "beta", "log_decay", "initial_state_BHKV")
-
-
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor,
-    segments: Tensor | None = None, keep: Tensor | None = None,
-    scale: float | None = None, l2norm: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The definition, row by row, head by head, token by token, with outer products."""
-    batch, length, heads, width = q.shape
-    scale = width**-0.5 if scale is None else scale
-    outputs = torch.zeros_like(v)
-    final = torch.zeros_like(state)
-    for b in range(batch):
-        for h in range(heads):
-            s, last = state[b, h], None
-            for t in range(length):
-                if keep is not None and not keep[b, t]:
-                    continue
-                if segments is not None:
-                    if last is not None and segments[b, t] != last:
-                        s = torch.zeros_like(s)
-                    last = segments[b, t]
-                qt, kt = q[b, t, h], k[b, t, h]
-                if l2norm:
-                    qt = qt / torch.sqrt(qt.dot(qt) + 1e-6)
-                    kt = kt / torch.sqrt(kt.dot(kt) + 1e-6)
-                if log_decay is not None:
-                    s = s * torch.exp(log_decay[b, t, h])
-                s = s + beta[b, t, h] * torch.outer(kt, v[b, t, h] - s.T @ kt)
-                outputs = outputs.index_put(
-                    (torch.tensor(b), torch.tensor(t), torch.tensor(h)), scale * (s.T @ qt)
-                )
-            final = final.index_put((torch.tensor(b), torch.tensor(h)), s)
-    return outputs, final
-
-
-def make_inputs(
-    length: int, batch: int = 2, heads: int = 2, width: int = 8, value: int = 5, seed: int = 0
-) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    return {
-        "q": normal(batch, length, heads, width),
-        "k": normal(batch, length, heads, width),
-        "v": normal(batch, length, heads, value),
-        "beta": torch.sigmoid(normal(batch, length, heads)) * 1.5,
-        "log_decay": -torch.nn.functional.softplus(normal(batch, length, heads)),
-        "initial_state_BHKV": normal(batch, heads, width, value),
-    }
+BOTH_DECAYS = pytest.mark.parametrize("decay", ["token", "channel"])
 
 
 def chunked(inputs: dict[str, Tensor], **options: object) -> tuple[Tensor, Tensor]:
-    q, k, v, beta, log_decay = (inputs[n] for n in NAMES[:5])
-    initial = inputs["initial_state_BHKV"]
+    q, k, v, beta, log_decay, initial = (inputs.get(n) for n in NAMES)
     return delta_rule(q, k, v, beta, log_decay, initial_state_BHKV=initial, **options)
-
-
-def compare(inputs: dict[str, Tensor], tolerance: float = 1e-9, **options: object) -> None:
-    """Outputs, final state and all six gradients, with fp64 on both sides."""
-    segments, keep = options.get("segment_ids_BT"), options.get("keep_BT")
-    scale, l2norm = options.get("scale"), options.get("l2norm_qk", True)
-    ours = {n: x.clone().requires_grad_() for n, x in inputs.items()}
-    truth = {n: x.clone().requires_grad_() for n, x in inputs.items()}
-    got = chunked(ours, **options)
-    want = recurrence(*(truth[n] for n in NAMES), segments, keep, scale, l2norm)
-    g = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=g, dtype=x.dtype) for x in want]
-    for results in (got, want):
-        sum((x * w).sum() for x, w in zip(results, weights, strict=True)).backward()
-    torch.testing.assert_close(got[0], want[0], atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(got[1], want[1], atol=tolerance, rtol=tolerance)
-    for name in NAMES:
-        a, b = ours[name].grad, truth[name].grad
-        b = torch.zeros_like(a) if b is None else b
-        torch.testing.assert_close(
-            a, b, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"grad of {n}: {m}"
-        )
 
 
 @pytest.mark.parametrize(
     ("length", "chunk"), [(1, 64), (2, 1), (63, 64), (65, 64), (127, 64), (33, 16), (48, 16)]
 )
-def test_equals_the_recurrence_at_odd_lengths(length: int, chunk: int) -> None:
-    compare(make_inputs(length), chunk_size=chunk)
+@pytest.mark.parametrize("decay", ["token", "channel", None])
+def test_equals_the_recurrence_at_odd_lengths(length: int, chunk: int, decay: str | None) -> None:
+    compare(chunked, make_inputs(length, decay=decay), chunk_size=chunk)
 
 
-def test_unnormalised_with_a_given_scale() -> None:
-    inputs = make_inputs(37)
+@BOTH_DECAYS
+def test_unnormalised_with_a_given_scale(decay: str) -> None:
+    inputs = make_inputs(37, decay=decay)
     inputs["k"] *= 0.3
-    compare(inputs, chunk_size=16, l2norm_qk=False, scale=0.7)
+    compare(chunked, inputs, chunk_size=16, l2norm_qk=False, scale=0.7)
 
 
 SEGMENTS = {
@@ -113,10 +42,11 @@ SEGMENTS = {
 }
 
 
+@BOTH_DECAYS
 @pytest.mark.parametrize("name", SEGMENTS)
-def test_segments_do_not_see_each_other(name: str) -> None:
+def test_segments_do_not_see_each_other(name: str, decay: str) -> None:
     ids = torch.tensor([SEGMENTS[name], SEGMENTS["two"]])
-    compare(make_inputs(40), segment_ids_BT=ids, chunk_size=16)
+    compare(chunked, make_inputs(40, decay=decay), segment_ids_BT=ids, chunk_size=16)
 
 
 def test_packed_segments_equal_separate_runs() -> None:
@@ -125,8 +55,7 @@ def test_packed_segments_equal_separate_runs() -> None:
     ids = torch.tensor([[0] * 11 + [1] * 1 + [2] * 38])
     o, state = chunked(inputs, segment_ids_BT=ids, chunk_size=16)
     for part in (slice(0, 11), slice(11, 12), slice(12, 50)):
-        alone = {n: x[:, part] if x.shape[1] == 50 else x for n, x in inputs.items()}
-        o_alone, state_alone = chunked(alone)
+        o_alone, state_alone = chunked(tokens(inputs, part))
         torch.testing.assert_close(o[:, part], o_alone, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(state, state_alone, atol=1e-12, rtol=1e-12)
 
@@ -140,20 +69,22 @@ PADS = {
 }
 
 
+@BOTH_DECAYS
 @pytest.mark.parametrize("name", PADS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_padding_leaves_the_state_alone(name: str, packed: bool) -> None:
+def test_padding_leaves_the_state_alone(name: str, packed: bool, decay: str) -> None:
     keep = torch.tensor([PADS[name], [1] * 40]).bool()
     ids = torch.tensor([[0] * 12 + [1] * 16 + [2] * 12, [0] * 40]) if packed else None
-    inputs = make_inputs(40)
-    compare(inputs, keep_BT=keep, segment_ids_BT=ids, chunk_size=16)
+    inputs = make_inputs(40, decay=decay)
+    compare(chunked, inputs, keep_BT=keep, segment_ids_BT=ids, chunk_size=16)
     o, _ = chunked(inputs, keep_BT=keep, chunk_size=16)
     assert (o[~keep] == 0).all()
 
 
-def test_padding_may_hold_anything() -> None:
+@BOTH_DECAYS
+def test_padding_may_hold_anything(decay: str) -> None:
     keep = torch.tensor([PADS["middle"], PADS["left"]]).bool()
-    inputs = make_inputs(40)
+    inputs = make_inputs(40, decay=decay)
     clean = chunked(inputs, keep_BT=keep, chunk_size=16)
     dirty = {n: x.clone() for n, x in inputs.items()}
     for name in NAMES[:5]:
@@ -174,37 +105,59 @@ def test_a_pad_with_another_id_does_not_cut_its_segment() -> None:
     assert torch.equal(o, whole)
 
 
-@pytest.mark.parametrize("decay", [0.0, -1e-4, -30.0, -300.0])
-def test_extreme_decays(decay: float) -> None:
+@BOTH_DECAYS
+@pytest.mark.parametrize("strength", [0.0, -1e-4, -30.0, -300.0, -1000.0, -torch.inf])
+def test_extreme_decays(strength: float, decay: str) -> None:
+    inputs = make_inputs(70, decay=decay)
+    inputs["log_decay"][:, ::3] = strength
+    compare(chunked, inputs)
+
+
+def test_channels_of_one_token_decay_apart() -> None:
+    """Extremes next to each other: no channel and no token may spoil its neighbours' digits."""
+    inputs = make_inputs(70, decay="channel")
+    extremes = torch.tensor([0.0, -1e-4, -30.0, -300.0, -1000.0, -torch.inf], dtype=torch.float64)
+    picked = torch.arange(inputs["log_decay"].numel()) * 7 % 23 % 6
+    some = torch.arange(picked.numel()) % 5 == 0
+    inputs["log_decay"].view(-1)[some] = extremes[picked[some]]
+    compare(chunked, inputs)
+    compare(chunked, inputs, chunk_size=33, segment_ids_BT=torch.arange(70).expand(2, -1) // 27)
+
+
+def test_equal_channels_are_one_decay_a_token() -> None:
     inputs = make_inputs(70)
-    inputs["log_decay"][:, ::3] = decay
-    compare(inputs)
+    channels = inputs | {"log_decay": inputs["log_decay"].unsqueeze(-1).expand_as(inputs["q"])}
+    for one, each in zip(chunked(inputs), chunked(channels), strict=True):
+        torch.testing.assert_close(each, one, atol=1e-12, rtol=1e-12)
 
 
-def test_forgetting_everything_is_a_new_start() -> None:
-    inputs = make_inputs(40)
+@BOTH_DECAYS
+def test_forgetting_everything_is_a_new_start(decay: str) -> None:
+    inputs = make_inputs(40, decay=decay)
     inputs["log_decay"][:, 13] = -torch.inf
     o, state = chunked(inputs, chunk_size=16)
-    late = {n: x[:, 13:] if x.shape[1] == 40 else torch.zeros_like(x) for n, x in inputs.items()}
+    late = tokens(inputs, slice(13, None))
+    late["initial_state_BHKV"] = torch.zeros_like(late["initial_state_BHKV"])
     o_late, state_late = chunked(late, chunk_size=16)
     torch.testing.assert_close(o[:, 13:], o_late, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(state, state_late, atol=1e-12, rtol=1e-12)
 
 
-def test_strong_decays_keep_fp32_digits_for_what_follows() -> None:
-    inputs = make_inputs(64, width=16, value=16)
+@BOTH_DECAYS
+def test_strong_decays_keep_fp32_digits_for_what_follows(decay: str) -> None:
+    inputs = make_inputs(64, width=16, value=16, decay=decay)
     inputs["log_decay"][:] = -1e-3
     inputs["log_decay"][:, :20] = -200.0
-    want, _ = recurrence(*(inputs[n] for n in NAMES))
+    want, _ = recurrence(inputs)
     got, _ = chunked({n: x.float() for n, x in inputs.items()})
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_no_decay_is_decay_one() -> None:
-    inputs = make_inputs(40)
-    o, state = delta_rule(*(inputs[n] for n in NAMES[:4]), None, chunk_size=16)
-    zero = torch.zeros_like(inputs["initial_state_BHKV"])
-    want = recurrence(*(inputs[n] for n in NAMES[:4]), None, zero)
+def test_no_state_is_a_zero_state() -> None:
+    inputs = make_inputs(40, decay=None)
+    o, state = delta_rule(*(inputs[n] for n in NAMES[:4]), chunk_size=16)
+    inputs["initial_state_BHKV"].zero_()
+    want = recurrence(inputs)
     torch.testing.assert_close(o, want[0], atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(state, want[1], atol=1e-12, rtol=1e-12)
 
@@ -213,7 +166,7 @@ def test_zero_vectors_are_harmless() -> None:
     inputs = make_inputs(20)
     for name in ("q", "k", "v"):
         inputs[name][:, 5:9] = 0
-    compare(inputs, chunk_size=16)
+    compare(chunked, inputs, chunk_size=16)
 
 
 def test_repeated_keys_stay_exact_in_fp32() -> None:
@@ -222,28 +175,28 @@ def test_repeated_keys_stay_exact_in_fp32() -> None:
     inputs["k"][:] = inputs["k"][:, :1]
     inputs["beta"][:] = 1.0
     inputs["log_decay"][:] = 0.0
-    want, _ = recurrence(*(inputs[n] for n in NAMES))
+    want, _ = recurrence(inputs)
     got, _ = chunked({n: x.float() for n, x in inputs.items()})
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_two_halves_equal_the_whole() -> None:
-    inputs = make_inputs(90)
+@BOTH_DECAYS
+def test_two_halves_equal_the_whole(decay: str) -> None:
+    inputs = make_inputs(90, decay=decay)
     whole = chunked(inputs, chunk_size=16)
-    first = {n: x[:, :37] if x.shape[1] == 90 else x for n, x in inputs.items()}
-    o_first, state = chunked(first, chunk_size=16)
-    second = {n: x[:, 37:] if x.shape[1] == 90 else state for n, x in inputs.items()}
+    o_first, state = chunked(tokens(inputs, slice(0, 37)), chunk_size=16)
+    second = tokens(inputs, slice(37, None)) | {"initial_state_BHKV": state}
     o_second, state = chunked(second, chunk_size=16)
     torch.testing.assert_close(torch.cat([o_first, o_second], 1), whole[0], atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(state, whole[1], atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("l2norm", [True, False])
-@pytest.mark.parametrize("decays", [True, False])
-def test_steps_equal_the_chunked_form(l2norm: bool, decays: bool) -> None:
-    inputs = make_inputs(30)
+@pytest.mark.parametrize("decay", ["token", "channel", None])
+def test_steps_equal_the_chunked_form(l2norm: bool, decay: str | None) -> None:
+    inputs = make_inputs(30, decay=decay)
     inputs["k"] *= 0.3
-    log_decay = inputs["log_decay"] if decays else None
+    log_decay = inputs.get("log_decay")
     qkvb = [inputs[n] for n in NAMES[:4]]
     initial = inputs["initial_state_BHKV"]
     whole = delta_rule(
@@ -251,9 +204,9 @@ def test_steps_equal_the_chunked_form(l2norm: bool, decays: bool) -> None:
     )
     state, outputs = initial.clone(), []
     for t in range(30):
-        decay = None if log_decay is None else log_decay[:, t]
+        now = None if log_decay is None else log_decay[:, t]
         o, state = delta_rule_step(
-            *(x[:, t] for x in qkvb), decay, state, l2norm_qk=l2norm, scale=0.4
+            *(x[:, t] for x in qkvb), now, state, l2norm_qk=l2norm, scale=0.4
         )
         outputs.append(o)
     assert torch.equal(initial, inputs["initial_state_BHKV"])
@@ -261,15 +214,17 @@ def test_steps_equal_the_chunked_form(l2norm: bool, decays: bool) -> None:
     torch.testing.assert_close(state, whole[1], atol=1e-12, rtol=1e-12)
 
 
-def test_spans_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = make_inputs(100)
+@BOTH_DECAYS
+def test_spans_change_nothing(monkeypatch: pytest.MonkeyPatch, decay: str) -> None:
+    inputs = make_inputs(100, decay=decay)
     monkeypatch.setattr(chunks, "SPAN_ELEMENTS", 1)
     ids = torch.tensor([[0] * 30 + [1] * 70, [0] * 64 + [1] * 36])
-    compare(inputs, segment_ids_BT=ids, chunk_size=16)
+    compare(chunked, inputs, segment_ids_BT=ids, chunk_size=16)
 
 
-def test_causal() -> None:
-    inputs = make_inputs(40)
+@BOTH_DECAYS
+def test_causal(decay: str) -> None:
+    inputs = make_inputs(40, decay=decay)
     o, _ = chunked(inputs, chunk_size=16)
     for name in NAMES[:5]:
         inputs[name][:, 23] += 0.1
@@ -286,17 +241,18 @@ def test_low_precision_inputs_compute_in_fp32_also_under_autocast() -> None:
         o.float().sum().backward()
     assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
     assert all(x.grad.dtype == torch.bfloat16 for x in leaves.values())
-    want, state_want = recurrence(*(inputs[n].double() for n in NAMES))
+    want, state_want = recurrence({n: x.double() for n, x in inputs.items()})
     torch.testing.assert_close(state.double(), state_want, atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(o.double(), want, atol=1e-6, rtol=2**-8)
 
 
-def test_fp32_gradients() -> None:
-    inputs = make_inputs(130, batch=1, width=32, value=32)
+@BOTH_DECAYS
+def test_fp32_gradients(decay: str) -> None:
+    inputs = make_inputs(130, batch=1, width=32, value=32, decay=decay)
     ours = {n: x.float().requires_grad_() for n, x in inputs.items()}
     truth = {n: x.clone().requires_grad_() for n, x in inputs.items()}
     chunked(ours)[0].square().sum().backward()
-    recurrence(*(truth[n] for n in NAMES))[0].square().sum().backward()
+    recurrence(truth)[0].square().sum().backward()
     for name in NAMES:
         torch.testing.assert_close(ours[name].grad.double(), truth[name].grad, atol=1e-5, rtol=1e-4)
 
@@ -313,7 +269,7 @@ def test_transposed_inputs_are_read_rightly() -> None:
         ({"k": torch.zeros(2, 10, 2, 4)}, "q and k must both be"),
         ({"v": torch.zeros(2, 10, 1, 5)}, "repeat kv heads"),
         ({"beta": torch.zeros(2, 10)}, "beta must be"),
-        ({"log_decay": torch.zeros(2, 10, 2, 8)}, "log_decay must have beta's shape"),
+        ({"log_decay": torch.zeros(2, 10, 2, 4)}, "log_decay must have beta's shape"),
         ({"initial_state_BHKV": torch.zeros(2, 2, 5, 8)}, "initial_state must be"),
     ],
 )
@@ -330,3 +286,13 @@ def test_wrong_grids_are_named() -> None:
         chunked(make_inputs(10), keep_BT=torch.ones(1, 10, dtype=torch.bool))
     with pytest.raises(ValueError, match="at least one token"):
         chunked(make_inputs(0))
+
+
+def test_wrong_shapes_of_a_step_are_named() -> None:
+    inputs = make_inputs(1)
+    q, k, v, beta, log_decay = (inputs[n][:, 0] for n in NAMES[:5])
+    state = inputs["initial_state_BHKV"]
+    with pytest.raises(ValueError, match=r"beta must be \[batch, heads\] = \[2, 2\]"):
+        delta_rule_step(q, k, v, q, log_decay, state)
+    with pytest.raises(ValueError, match=r"log_decay must have beta's shape \[2, 2\], or q's"):
+        delta_rule_step(q, k, v, beta, v, state)

@@ -12,14 +12,22 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
-def test_auto_takes_the_reference_and_says_why(op: str) -> None:
-    assert dispatch.choose(op, "auto", CPU) == ("reference", "no triton kernel for this op yet")
+def test_auto_takes_the_reference_on_a_cpu_and_says_why(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    backend, reason = dispatch.choose(op, "auto", CPU)
+    assert backend == "reference" and "interpreted" in reason
+    monkeypatch.delenv("TRITON_INTERPRET")
+    backend, reason = dispatch.choose(op, "auto", CPU)
+    assert backend == "reference" and "needs a GPU" in reason
     assert dispatch.choose(op, "reference", "cpu")[0] == "reference"
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
-def test_a_backend_asked_for_never_falls_back(op: str) -> None:
-    with pytest.raises(ValueError, match=f"'triton' cannot run {op} on cpu: no triton") as caught:
+def test_a_backend_asked_for_never_falls_back(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=f"'triton' cannot run {op} on cpu: triton") as caught:
         dispatch.choose(op, "triton", CPU)
     assert "\n" not in str(caught.value)
 
@@ -27,7 +35,9 @@ def test_a_backend_asked_for_never_falls_back(op: str) -> None:
 def test_every_listed_backend_has_its_module() -> None:
     for op, backends in dispatch.OPS.items():
         assert "reference" in backends
-        assert callable(getattr(dispatch.implementation(op, CPU), op))
+        for backend in backends:
+            with dispatch.use(backend):
+                assert callable(getattr(dispatch.implementation(op, CPU), op))
 
 
 def test_table_lists_every_op() -> None:
@@ -37,7 +47,6 @@ def test_table_lists_every_op() -> None:
 
 
 def test_a_listed_kernel_still_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(dispatch.OPS, "norm_gate", ("reference", "triton"))
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: object())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     backend, reason = dispatch.choose("norm_gate", "auto", CPU)
@@ -51,7 +60,8 @@ def test_a_listed_kernel_still_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert dispatch.choose("norm_gate", "auto", "cuda") == ("reference", "triton is not installed")
 
 
-def test_use_and_set_default_reach_the_ops() -> None:
+def test_use_and_set_default_reach_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     x = torch.ones(2, 3)
 
     def call() -> torch.Tensor:

@@ -1,0 +1,3 @@
+"""The benchmark's cases, a module an op; each has ``cases(scale, device)``."""
+
+OPS = ("linear_kl", "delta_rule", "gdn_step", "decay_attention", "short_conv", "norm_gate")

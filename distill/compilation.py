@@ -1,0 +1,107 @@
+"""Whether and how the layers of a training step are compiled.
+
+Regions, not the model: a function of a layer is compiled once for every make of layer, however many
+layers there are, so that the first step is not long in coming. Nothing of a module changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+
+from ltconvert.distill.objective import F, Objective
+from ltconvert.errors import first_line
+from ltconvert.recipes.schema import CompileSetting
+
+LEAST_STEPS = 200  # compiling takes about as long as so many steps of a small model save
+# Makes of layers, times models, times what a stage changes in between; PyTorch's own 8 are few.
+_MOST_VARIANTS = 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether layers are compiled, and why."""
+
+    compiled: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"layers {'' if self.compiled else 'not '}compiled ({self.reason})"
+
+
+def choose(setting: CompileSetting, device: torch.device, steps: int) -> Choice:
+    """What a setting means on a device with so many steps to go."""
+    if setting != "auto":
+        return Choice(setting == "layers", "as asked")
+    if device.type != "cuda":
+        return Choice(False, f"it is for GPUs, this is {device.type}")
+    if find_spec("triton") is None:
+        return Choice(False, "triton is not installed")
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return Choice(False, "the GPU is older than what triton compiles for")
+    if steps < LEAST_STEPS:
+        return Choice(False, f"{steps} steps are too few")
+    return Choice(True, f"{steps} steps on a GPU")
+
+
+class Region:
+    """A function that is compiled when it is first called, and plain after compiling failed.
+
+    Args:
+        failed: told once, in a line, what went wrong.
+        options: of ``torch.compile``.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], failed: Callable[[str], None], **options: Any
+    ) -> None:
+        self._plain, self._failed = function, failed
+        self._compiled = torch.compile(function, dynamic=False, **options)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._compiled is self._plain:
+            return self._plain(*arguments)
+        try:
+            return self._compiled(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self._compiled = self._plain
+            self._failed(first_line(getattr(error, "inner_exception", error)))
+            return self._plain(*arguments)
+
+
+@contextmanager
+def compiled(
+    objective: Objective, choice: Choice, say: Callable[[str], None], **options: Any
+) -> Iterator[None]:
+    """Let an objective run compiled, if that was chosen, and as before afterwards."""
+    if not choice.compiled:
+        yield
+        return
+    import torch._dynamo  # takes seconds, so not before it is needed
+
+    said: list[str] = []
+
+    def failed(reason: str) -> None:
+        if not said:
+            said.append(reason)
+            say(f"compiling failed, going on without: {reason}")
+
+    def region(function: F, /) -> F:
+        return cast(F, Region(function, failed, **options))
+
+    torch._dynamo.reset()  # what an earlier stage compiled is of no use to this one
+    with torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS):
+        objective.compile_with(region)
+        try:
+            yield
+        finally:
+            objective.compile_with(_as_it_is)
+
+
+def _as_it_is(function: F, /) -> F:
+    return function

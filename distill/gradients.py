@@ -1,0 +1,44 @@
+"""The gradients of a step: limited, and kept from the weights when they are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+NORM, BAD = "grad_norm", "first bad gradient"
+
+
+class Gradients:
+    """Of the parameters that are trained, by name. Nothing here waits for a GPU."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._parameters, self._optimizer = parameters, optimizer
+        self._names: list[str] = []
+        self._broken: Tensor | None = None  # 1 from the first step on that was not finite
+
+    def clip(self, limit: float) -> dict[str, Tensor]:
+        """Limit their norm: the norm before that, and the first that is not finite, from 0 or -1."""
+        found = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        self._names = list(found)
+        norms_P = torch.stack(torch._foreach_norm([p.grad for p in found.values()]))
+        norm = torch.linalg.vector_norm(norms_P)
+        nn.utils.clip_grads_with_norm_(found.values(), limit, norm)
+        bad_P = ~torch.isfinite(norms_P)
+        return {NORM: norm, BAD: torch.where(bad_P.any(), bad_P.int().argmax(), -1).float()}
+
+    def first_bad(self, number: float) -> str | None:
+        """Name of what ``clip`` found."""
+        return self._names[int(number)] if number >= 0 else None
+
+    def guard(self, loss: Tensor, norm: Tensor) -> None:
+        """Let the optimiser do nothing from the first step on whose numbers are not finite.
+
+        For numbers that are read later than this step's update: weights stay those before it.
+        """
+        bad = (~torch.isfinite(loss + norm)).float()
+        self._broken = bad if self._broken is None else torch.maximum(self._broken, bad)
+        self._optimizer.found_inf = self._broken  # type: ignore[attr-defined]  # as GradScaler does

@@ -1,0 +1,158 @@
+"""Compiled layers: the same numbers, one graph a make of layer, and plain layers where it fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import scatter, tiny_model, tiny_spec, tokens
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ltconvert.convert.students.blocks import run_layer
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.convert.transfer import build_student
+from ltconvert.distill import compilation
+from ltconvert.distill.align import AlignObjective
+from ltconvert.distill.compilation import Choice, choose, compiled
+from ltconvert.distill.data import Batch
+from ltconvert.distill.logits import LogitsObjective
+from ltconvert.distill.parking import Parking
+from ltconvert.kernels import dispatch
+from ltconvert.recipes.schema import LogitsSettings
+
+MIXERS = ["gdn", "full", "window", "gdn", "full", "window"]
+ON = Choice(True, "a test")
+
+
+def packed(length: int = 16) -> Batch:
+    """Two rows of two documents, no padding."""
+    ids_BT = tokens(2, length)
+    segments_BT = torch.stack([(torch.arange(length) >= cut).int() for cut in (5, 9)])
+    keep_BT = torch.ones(2, length, dtype=torch.bool)
+    return Batch(ids_BT, segments_BT, ids_BT.roll(-1, 1), keep_BT).to("cpu")
+
+
+def pair(family: str = "llama", *, share: bool = False) -> tuple[LT2ForCausalLM, LT2ForCausalLM]:
+    spec = tiny_spec(
+        family, num_layers=6, layer_rope=("default",) * 6, layer_windows=(None,) * 6, head_dim=16
+    )
+    teacher = tiny_model(spec).requires_grad_(False)
+    student = build_student(teacher, MIXERS, {"window_tokens": 4}, share=share)
+    for seed, layer in enumerate(student.model.layers):
+        if layer.mixer.kind != "full":
+            scatter(layer.mixer, seed + 1)
+    return teacher, student.train()
+
+
+def logits(family: str) -> LogitsObjective:
+    teacher, student = pair(family)
+    settings = LogitsSettings(ce_weight=0.5, loop_warmup_share=1.0)
+    student.model.gradient_checkpointing = family == "qwen3"
+    return LogitsObjective(teacher, student, settings)
+
+
+def align(family: str) -> AlignObjective:
+    return AlignObjective(*pair(family, share=True))
+
+
+def step(objective: Any, *, bf16: bool = False) -> dict[str, torch.Tensor]:
+    """Metrics and gradients of one step."""
+    objective.module.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        found = objective.train_step(packed(), lambda loss: loss.backward(), 0.0)
+    named = objective.module.named_parameters()
+    return found | {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        rounding = 1e-5 * value.abs().max().item()
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=rounding, msg=name)
+
+
+@pytest.mark.parametrize("make", [logits, align])
+@pytest.mark.parametrize(
+    ("family", "kernel"),
+    [
+        ("llama", "reference"),
+        ("ouro", "reference"),
+        ("qwen3", "reference"),
+        pytest.param("llama", "triton", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_step_and_no_break_in_a_layer(
+    make: Callable[[str], Any], family: str, kernel: str
+) -> None:
+    if kernel == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
+    objective = make(family)
+    names = list(objective.module.state_dict())
+    with dispatch.use(kernel):
+        expected = step(objective)
+        counter = CompileCounterWithBackend("aot_eager")
+        with compiled(objective, ON, print, backend=counter, fullgraph=True):
+            check_same(step(objective), expected)
+            makes = counter.frame_count
+            check_same(step(objective), expected)
+            assert list(objective.module.state_dict()) == names
+        assert counter.frame_count == makes  # nothing is compiled anew in the second step
+        check_same(step(objective), expected)
+    assert counter.frame_count == makes
+    # Teacher and student; gdn, full and window: not one a layer or visit.
+    assert makes <= 5
+    assert objective.teacher.model.call_layer is run_layer
+
+
+def test_under_autocast() -> None:
+    objective = logits("llama")
+    expected = step(objective, bf16=True)
+    with compiled(objective, ON, print, backend="aot_eager", fullgraph=True):
+        found = step(objective, bf16=True)
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=0.02, atol=0.0)
+
+
+def test_parked_mixers_come_back_into_the_same_graphs(tmp_path: Any) -> None:
+    teacher, student = pair(share=True)
+    parking = Parking(student, tmp_path / "parked", torch.device("cpu"))
+    expected = step(AlignObjective(teacher, student, [0]))
+    parking.leave([0, 2, 3, 5])
+    parking.fetch([0])
+    counter = CompileCounterWithBackend("aot_eager")
+    with compiled(AlignObjective(teacher, student, [0]), ON, print, backend=counter):
+        pass
+    objective = AlignObjective(teacher, student, [0])
+    with compiled(objective, ON, print, backend=counter, fullgraph=True):
+        check_same(step(objective), expected)
+        parking.leave([0])
+        parking.fetch([0])
+        student.model.layers[0].mixer.requires_grad_(True)
+        check_same(step(objective), expected)
+    parking.close()
+
+
+def test_a_compiler_that_fails_is_told_of_once_and_done_without() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such compiler\nand more")
+
+    objective = logits("llama")
+    expected, said = step(objective), []
+    with compiled(objective, ON, said.append, backend=broken):
+        check_same(step(objective), expected)
+    assert len(said) == 1 and "\n" not in said[0]
+    assert "going on without" in said[0] and "no such compiler" in said[0]
+
+
+def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert not choose("auto", cpu, 10_000).compiled
+    assert choose("layers", cpu, 1).compiled and not choose("off", gpu, 10_000).compiled
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(compilation, "find_spec", lambda name: object())
+    assert choose("auto", gpu, 200).compiled and not choose("auto", gpu, 199).compiled
+    assert str(choose("auto", gpu, 5)) == "layers not compiled (5 steps are too few)"
+    monkeypatch.setattr(compilation, "find_spec", lambda name: None)
+    assert "triton is not installed" in str(choose("auto", gpu, 10_000))
