@@ -98,7 +98,10 @@ def parity(case: Case, inputs: Inputs, backend: str) -> list[Verdict]:
     def results(values: Inputs, wide: bool, sampled: bool) -> dict[str, Tensor]:
         nonlocal upstream
         values = {
-            name: x.detach().to(torch.float64 if wide and x.is_floating_point() else x.dtype)
+            # A copy: a decode step changes its state in place.
+            name: x.detach().to(
+                torch.float64 if wide and x.is_floating_point() else x.dtype, copy=True
+            )
             for name, x in values.items()
         }
         for name in case.grads:

@@ -21,7 +21,7 @@ class Gradients:
         self._broken: Tensor | None = None  # 1 from the first step on that was not finite
 
     def clip(self, limit: float) -> dict[str, Tensor]:
-        """Limit their norm: the norm before that, and the first that is not finite, from 0 or -1."""
+        """Limit their norm: the norm before, and the number of the first not finite (-1: none)."""
         found = {name: p for name, p in self._parameters.items() if p.grad is not None}
         self._names = list(found)
         norms_P = torch.stack(torch._foreach_norm([p.grad for p in found.values()]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +119,7 @@ class _Loop:
         self.saved_step = 0
         self.saved_at = time.monotonic()
         self.readings = Readings(run.device)
+        self.line: StepLine | None = None
         self.gradients = Gradients(self.parameters, self.optimizer)
 
     def train(self, request: StopRequest) -> TrainResult:
@@ -129,48 +130,37 @@ class _Loop:
         _announce(run, plan, state.step, choice)
         with (
             compilation.compiled(run.objective, choice, run.log.say),
-            run.log.steps(run.stage, plan.steps, state.step) as line,
+            run.log.steps(run.stage, plan.steps, state.step) as self.line,
         ):
-            stopping = self._steps(request, line)
+            stopping = self._steps(request)
         if stopping or request:
             raise Stopped(self._farewell())
         tokens = state.step * plan.step_tokens
         return TrainResult(state.step, tokens, state.seconds, state.metrics)
 
-    def _steps(self, request: StopRequest, line: StepLine) -> bool:
+    def _steps(self, request: StopRequest) -> bool:
         """Train and save; whether it was ended by a wish to stop."""
         state, plan = self.state, self.plan
         alone, stopping = self.accelerator.num_processes == 1, False
         while state.step < plan.steps and not stopping:
             begun = time.monotonic()
             try:
-                readings = self._step(request)
+                wished = self._step(request)
             except UserError:
                 raise
             except Exception:  # an objective may end the loop: what it has finished counts
-                self._note(self._read(everything=True), line)
+                self._read(everything=True)
                 raise
             state.step += 1
             # Several processes have to stop after the same step: they all read the same wish.
-            stopping = bool(request) if alone else any(r.values[_STOP] > 0 for r in readings)
+            stopping = bool(request) if alone else wished
             saving = stopping or state.step == plan.steps or self._save_is_due()
             if saving:
-                readings += self._read(everything=True)
+                self._read(everything=True)
             state.seconds += time.monotonic() - begun
-            self._note(readings, line)
             if saving:
                 self._save()
         return stopping
-
-    def _note(self, readings: Sequence[Reading], line: StepLine) -> None:
-        for reading in readings:
-            values = {k: v for k, v in reading.values.items() if k not in (_STOP, BAD)}
-            norm = values.pop(NORM)
-            self.state.metrics = {**values, "lr": reading.lr, NORM: norm}
-            step, step_tokens = reading.step + 1, self.plan.step_tokens
-            shown = {**self.state.metrics, "tokens": step * step_tokens}
-            self.run.log.metrics(self.run.stage, step, shown)
-            line.step(step, self.state.metrics, step_tokens)
 
     def _start(self) -> None:
         run = self.run
@@ -185,8 +175,8 @@ class _Loop:
             run.stream.load_state_dict(self.state.stream)
         run.log.rewind(run.stage, self.state.step)
 
-    def _step(self, request: StopRequest) -> list[Reading]:
-        """One optimiser step: what is to be read by now, of this step or of earlier ones."""
+    def _step(self, request: StopRequest) -> bool:
+        """One optimiser step; whether a step read by now tells that a process has to stop."""
         run, step = self.run, self.state.step
         seed_everything(run.seed, run.stage, step, self.accelerator.process_index)
         sums: dict[str, Tensor] = {}
@@ -202,13 +192,13 @@ class _Loop:
         norms = self.gradients.clip(run.settings.clip_norm)
         names, numbers = [*names, *norms], torch.stack([*numbers.unbind(), *norms.values()])
         self.readings.put(step, run.settings.lr * share, names, numbers)
-        readings = self._read()  # before the optimiser moves: weights and checkpoint are good
+        stopping = self._read()  # before the optimiser moves: weights and checkpoint are good
         if self.readings.late:
             self.gradients.guard(numbers[names.index("loss")], norms[NORM])
         set_lr(self.optimizer, share)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return readings
+        return stopping
 
     def _backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss / self.plan.accumulation)
@@ -227,19 +217,30 @@ class _Loop:
         values.append(torch.full_like(values[0], float(stop)))
         return [*sums, _STOP], self.accelerator.reduce(torch.stack(values), reduction="mean")
 
-    def _read(self, *, everything: bool = False) -> list[Reading]:
-        """Steps whose numbers it is time to look at, none of them bad.
+    def _read(self, *, everything: bool = False) -> bool:
+        """Look at the steps whose numbers it is time for, and note them: whether one has to stop.
 
         Raises:
             UserError: a loss or norm is not finite; names stage, step, the first bad gradient, the
                 last checkpoint, remedies.
         """
-        readings = self.readings.take(everything=everything)
-        for reading in readings:
+        stopping = False
+        for reading in self.readings.take(everything=everything):
             loss, norm = reading.values["loss"], reading.values[NORM]
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise UserError(self._diagnosis(reading))
-        return readings
+            stopping |= reading.values[_STOP] > 0
+            self._note(reading)
+        return stopping
+
+    def _note(self, reading: Reading) -> None:
+        values = {k: v for k, v in reading.values.items() if k not in (_STOP, BAD, NORM)}
+        self.state.metrics = {**values, "lr": reading.lr, NORM: reading.values[NORM]}
+        step, step_tokens = reading.step + 1, self.plan.step_tokens
+        shown = {**self.state.metrics, "tokens": step * step_tokens}
+        self.run.log.metrics(self.run.stage, step, shown)
+        assert self.line is not None
+        self.line.step(step, self.state.metrics, step_tokens)
 
     def _diagnosis(self, reading: Reading) -> str:
         loss = reading.values["loss"]

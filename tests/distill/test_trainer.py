@@ -235,7 +235,7 @@ def test_not_finite_and_read_late(
 
     torch.manual_seed(5)
     objective = _Breaks(ToyModel(0.0), how, after=10)
-    with pytest.raises(UserError, match="stage logits, step 6 of 12: .*step 4, is kept"):
+    with pytest.raises(UserError, match=r"stage logits, step 6 of 12: .*step 4, is kept"):
         run_toy(folder, tiny_tokenizer, make_settings(), objective=objective)
     assert (folder / "metrics.jsonl").read_text().splitlines() == lines[0].splitlines()[:5]
     assert all(torch.isfinite(p).all() for p in objective.module.parameters())
