@@ -24,7 +24,8 @@ class Gradients:
         """Limit their norm: the norm before, and the number of the first not finite (-1: none)."""
         found = {name: p for name, p in self._parameters.items() if p.grad is not None}
         self._names = list(found)
-        norms_P = torch.stack(torch._foreach_norm([p.grad for p in found.values()]))
+        grads = [p.grad for p in found.values() if p.grad is not None]
+        norms_P = torch.stack(torch._foreach_norm(grads))
         norm = torch.linalg.vector_norm(norms_P)
         nn.utils.clip_grads_with_norm_(found.values(), limit, norm)
         bad_P = ~torch.isfinite(norms_P)

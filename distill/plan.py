@@ -156,7 +156,7 @@ def _row(
         tokens=work.tokens,
         steps=work.steps,
         trained_parameters=trained,
-        memory=stage_memory(stage, recipe, models, precision),
+        memory=stage_memory(stage, recipe, models, precision, device_type),
         disk_bytes=stage_disk(stage, recipe, models),
         flops=work.flops,
         hours=scale * work.seconds(machine, device_type) / 3600,

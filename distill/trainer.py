@@ -5,6 +5,9 @@ Processes each take their own rows and average the gradients after accumulation,
 may run several backward passes a step (a local one a layer), which a wrapper around the module
 would not see. All randomness of a step comes from (seed, stage, step, process), so that a resumed
 run draws what an undisturbed one draws.
+
+A step never waits for a GPU: its loss and norm are looked at one step later. Until then, should
+they not be finite, the optimiser holds still, so that weights and checkpoints stay good.
 """
 
 from __future__ import annotations
@@ -119,6 +122,7 @@ class _Loop:
         self.saved_step = 0
         self.saved_at = time.monotonic()
         self.readings = Readings(run.device)
+        self.wish: int | None = None  # the step (from 0) in which a process was asked to stop
         self.line: StepLine | None = None
         self.gradients = Gradients(self.parameters, self.optimizer)
 
@@ -145,18 +149,20 @@ class _Loop:
         while state.step < plan.steps and not stopping:
             begun = time.monotonic()
             try:
-                wished = self._step(request)
+                self._step(request)
             except UserError:
                 raise
             except Exception:  # an objective may end the loop: what it has finished counts
                 self._read(everything=True)
                 raise
             state.step += 1
-            # Several processes have to stop after the same step: they all read the same wish.
-            stopping = bool(request) if alone else wished
+            # Several processes have to stop after the same step, whenever each read of the wish.
+            late = plan.steps if self.wish is None else self.wish + self.readings.late
+            stopping = bool(request) if alone else state.step > late
             saving = stopping or state.step == plan.steps or self._save_is_due()
             if saving:
                 self._read(everything=True)
+            stopping |= state.step == plan.steps and self.wish is not None
             state.seconds += time.monotonic() - begun
             if saving:
                 self._save()
@@ -175,8 +181,8 @@ class _Loop:
             run.stream.load_state_dict(self.state.stream)
         run.log.rewind(run.stage, self.state.step)
 
-    def _step(self, request: StopRequest) -> bool:
-        """One optimiser step; whether a step read by now tells that a process has to stop."""
+    def _step(self, request: StopRequest) -> None:
+        """One optimiser step; looks at the numbers that it is time for, its own or older ones."""
         run, step = self.run, self.state.step
         seed_everything(run.seed, run.stage, step, self.accelerator.process_index)
         sums: dict[str, Tensor] = {}
@@ -192,13 +198,12 @@ class _Loop:
         norms = self.gradients.clip(run.settings.clip_norm)
         names, numbers = [*names, *norms], torch.stack([*numbers.unbind(), *norms.values()])
         self.readings.put(step, run.settings.lr * share, names, numbers)
-        stopping = self._read()  # before the optimiser moves: weights and checkpoint are good
+        self._read()  # before the optimiser moves: weights and checkpoint are good
         if self.readings.late:
             self.gradients.guard(numbers[names.index("loss")], norms[NORM])
         set_lr(self.optimizer, share)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return stopping
 
     def _backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss / self.plan.accumulation)
@@ -217,21 +222,20 @@ class _Loop:
         values.append(torch.full_like(values[0], float(stop)))
         return [*sums, _STOP], self.accelerator.reduce(torch.stack(values), reduction="mean")
 
-    def _read(self, *, everything: bool = False) -> bool:
-        """Look at the steps whose numbers it is time for, and note them: whether one has to stop.
+    def _read(self, *, everything: bool = False) -> None:
+        """Look at the steps whose numbers it is time for, or at all, and note them.
 
         Raises:
             UserError: a loss or norm is not finite; names stage, step, the first bad gradient, the
                 last checkpoint, remedies.
         """
-        stopping = False
         for reading in self.readings.take(everything=everything):
             loss, norm = reading.values["loss"], reading.values[NORM]
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise UserError(self._diagnosis(reading))
-            stopping |= reading.values[_STOP] > 0
+            if self.wish is None and reading.values[_STOP] > 0:
+                self.wish = reading.step
             self._note(reading)
-        return stopping
 
     def _note(self, reading: Reading) -> None:
         values = {k: v for k, v in reading.values.items() if k not in (_STOP, BAD, NORM)}

@@ -224,6 +224,12 @@ class RuntimeSettings(Settings):
         ),
     )
 
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        """YAML 1.1 reads `off` as false."""
+        return "off" if value is False else value
+
 
 class Recipe(Settings):
     """A whole conversion."""

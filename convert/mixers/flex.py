@@ -68,6 +68,7 @@ def flex(
     """softmax(q.k) v over what the mask shows, [B, H, T, D]; ``cap`` as in Gemma 2."""
 
     def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert cap is not None
         return cap * torch.tanh(score / cap)
 
     return flex_attention(

@@ -23,7 +23,7 @@ def refuse_memory(
     """
 
     def needed(changed: Recipe) -> dict[str, int]:
-        return stage_memory(stage, changed, models, precision)
+        return stage_memory(stage, changed, models, precision, device)
 
     parts = needed(recipe)
     if sum(parts.values()) <= free_bytes:

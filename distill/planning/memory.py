@@ -15,11 +15,14 @@ from ltconvert.convert.inspect import LayerFacts, ModelFacts
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import batch_shape
+from ltconvert.kernels import dispatch
 from ltconvert.kernels.linear_kl import CHUNK_BYTES
+from ltconvert.kernels.linear_kl.chunks import MOST_TOKENS, row_width
 from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe, SelectSettings
 
 FP32, BF16 = 4, 2
-# Scoring layers keeps three of each model (`selection.compare`); training needs about two.
+# Scoring layers keeps three of each model (`selection.compare`); training by the reference kernel
+# needs about two.
 _CHUNK_COPIES = 6
 RUNTIME_BYTES = 700 << 20  # interpreter, libraries, or a GPU's context
 # (hidden, intermediate, heads * head_dim) coefficients; tests hold them against autograd.
@@ -35,7 +38,9 @@ _LIVE_FORWARD = 6  # tensors of the widest kind alive in a forward pass that kee
 Parts = dict[str, int]
 
 
-def stage_memory(stage: str, recipe: Recipe, models: Models, precision: str) -> Parts:
+def stage_memory(
+    stage: str, recipe: Recipe, models: Models, precision: str, device: str = "cpu"
+) -> Parts:
     """What a stage holds at its peak, by part; their sum is the peak."""
     parts = dict.fromkeys(
         ("runtime", "teacher", "student", "gradients", "optimiser", "activations", "logits"), 0
@@ -44,10 +49,12 @@ def stage_memory(stage: str, recipe: Recipe, models: Models, precision: str) -> 
     parts["teacher"] = models.teacher.parameters * FP32
     parts |= {
         "align": lambda: _align(recipe.align, models, precision),
-        "select": lambda: _select(recipe, models, precision),
-        "logits": lambda: _train(recipe.logits, models, precision, before=models.mixer_parameters),
+        "select": lambda: _select(recipe, models, precision, device),
+        "logits": lambda: _train(
+            recipe.logits, models, precision, device, before=models.mixer_parameters
+        ),
         "longctx": lambda: _train(
-            recipe.longctx, models, precision, before=models.hybrid.parameters
+            recipe.longctx, models, precision, device, before=models.hybrid.parameters
         ),
     }[stage]()
     if stage != "align":
@@ -71,7 +78,7 @@ def _align(settings: AlignSettings, models: Models, precision: str) -> Parts:
     }
 
 
-def _select(recipe: Recipe, models: Models, precision: str) -> Parts:
+def _select(recipe: Recipe, models: Models, precision: str, device: str) -> Parts:
     settings = recipe.select
     if settings.method in ("uniform", "list"):
         return {"student": models.mixer_parameters * FP32}
@@ -81,7 +88,7 @@ def _select(recipe: Recipe, models: Models, precision: str) -> Parts:
     from ltconvert.distill.selection.short_training import short_settings
 
     short, _ = short_settings(recipe.logits, settings)
-    train = _train(short, models, precision, before=models.mixer_parameters)
+    train = _train(short, models, precision, device, before=models.mixer_parameters)
     return {name: max(train.get(name, 0), forward.get(name, 0)) for name in {**train, **forward}}
 
 
@@ -96,21 +103,31 @@ def forward_select(settings: SelectSettings, models: Models, precision: str) -> 
     }
 
 
-def _train(settings: LogitsSettings, models: Models, precision: str, *, before: int) -> Parts:
+def _train(
+    settings: LogitsSettings, models: Models, precision: str, device: str, *, before: int
+) -> Parts:
     """A student of its own with what AdamW needs, beside ``before`` values of the former."""
     size = models.hybrid.parameters
     tokens = settings.micro_batch_rows * settings.seq_len_tokens
-    head = (
-        models.spec.vocab_size * models.spec.hidden_size * FP32
-    )  # its gradient is added up in fp32
+    # The head's gradient is added up in fp32.
+    head = models.spec.vocab_size * models.spec.hidden_size * FP32
     return {
         "student": (size + before) * FP32 + _rounded(models.hybrid, precision),
         "gradients": size * FP32,
         "optimiser": 2 * size * FP32,
         "activations": tokens * (_kept(settings, models, precision) + _live(models.spec))
         + _mask(settings),
-        "logits": _CHUNK_COPIES * CHUNK_BYTES + head,
+        "logits": _chunk(models.spec.vocab_size, tokens, precision, device) + head,
     }
+
+
+def _chunk(vocab: int, tokens: int, precision: str, device: str) -> int:
+    """Logits of both models that stand in memory at a time."""
+    backend, _ = dispatch.choose("linear_kl", "auto", device)
+    if backend == "reference":
+        return _CHUNK_COPIES * CHUNK_BYTES
+    itemsize = BF16 if precision == "bf16" else FP32
+    return 2 * min(tokens, MOST_TOKENS) * row_width(vocab) * itemsize
 
 
 def _kept(settings: LogitsSettings, models: Models, precision: str) -> int:

@@ -22,7 +22,7 @@ from ltconvert.kernels.chunkwise.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def output_kernel(
     q_ptr, k_ptr, v_ptr, counts_ptr, sum_ptr, length_ptr, u_ptr, state_ptr, o_ptr,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,

@@ -86,7 +86,7 @@ def key_products(
     return products, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def prepare_kernel(
     k_ptr, v_ptr, beta_ptr, decay_ptr, counts_ptr,
     sum_ptr, length_ptr, inverse_ptr, u_ptr, w_ptr,

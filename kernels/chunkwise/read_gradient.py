@@ -31,7 +31,7 @@ from ltconvert.kernels.chunkwise.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def read_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, counts_ptr, sum_ptr, q_length_ptr, length_ptr, u_ptr, state_ptr,
     du_ptr, dp_ptr, dq_ptr, dsum_ptr,

@@ -31,7 +31,6 @@ class Inputs(NamedTuple):
     counts: Tensor | None
     scale: float
     l2norm: bool
-    chunk: int
 
     @property
     def per_channel(self) -> bool:
@@ -41,8 +40,13 @@ class Inputs(NamedTuple):
     @property
     def shape(self) -> Shape:
         """Sizes and launch options."""
-        sizes = *self.q.shape, self.v.shape[-1], self.chunk
-        return Shape(*sizes, dtype=self.q.dtype, per_channel=self.per_channel)
+        sizes = *self.q.shape, self.v.shape[-1]
+        return Shape(
+            *sizes,
+            dtype=self.q.dtype,
+            delta=self.beta is not None,
+            per_channel=self.per_channel,
+        )
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -72,15 +76,15 @@ def _states(x: Inputs) -> States:
     cells = s.batch * s.heads * s.chunks
     low, fp32 = {"dtype": x.q.dtype}, {"dtype": torch.float32}
     length = inverse = u = w = None
-    size = (cells, s.chunk, s.key_padded) if x.per_channel else (cells, s.chunk)
+    size = (cells, CHUNK_TOKENS, s.key_padded) if x.per_channel else (cells, CHUNK_TOKENS)
     fast = x.per_channel and x.q.dtype != torch.float32
     sums = x.q.new_empty(size, dtype=torch.float32 if fast else torch.float64)
     if delta:
-        inverse = x.q.new_empty((cells, s.chunk, s.chunk), **low)
-        u = x.q.new_empty((cells, s.chunk, s.value_padded), **low)
-        w = x.q.new_empty((cells, s.chunk, s.key_padded), **low)
+        inverse = x.q.new_empty((cells, CHUNK_TOKENS, CHUNK_TOKENS), **low)
+        u = x.q.new_empty((cells, CHUNK_TOKENS, s.value_padded), **low)
+        w = x.q.new_empty((cells, CHUNK_TOKENS, s.key_padded), **low)
         if x.l2norm:
-            length = x.q.new_empty((cells, s.chunk), **fp32)
+            length = x.q.new_empty((cells, CHUNK_TOKENS), **fp32)
     prepare_kernel[(cells,)](
         x.k, x.v, x.beta, x.decay, x.counts, sums, length, inverse, u, w,
         *x.k.stride()[:3], *x.v.stride()[:3],
@@ -127,9 +131,9 @@ def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor, ...]:
     cells = s.batch * s.heads * s.chunks
     with on_device(x.q):
         y = _states(x)
-        q_length = x.q.new_empty((cells, s.chunk), dtype=torch.float32) if x.l2norm else None
-        du = x.q.new_empty((cells, s.chunk, s.value_padded))
-        dp = x.q.new_empty((cells, s.chunk, s.chunk))
+        q_length = x.q.new_empty((cells, CHUNK_TOKENS), dtype=torch.float32) if x.l2norm else None
+        du = x.q.new_empty((cells, CHUNK_TOKENS, s.value_padded))
+        dp = x.q.new_empty((cells, CHUNK_TOKENS, CHUNK_TOKENS))
         dq, dk, dv = (
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v)
         )
@@ -167,13 +171,13 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
 @torch.library.custom_op("ltconvert::chunkwise", mutates_args=())
 def _chunkwise(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor,
-    initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool, chunk: int,
+    initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return forward(Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm, chunk))
+    return forward(Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm))
 
 
 @_chunkwise.register_fake
-def _(q, k, v, beta, decay, initial, counts, scale, l2norm, chunk):  # type: ignore[no-untyped-def]
+def _(q, k, v, beta, decay, initial, counts, scale, l2norm):  # type: ignore[no-untyped-def]
     batch, _, heads, width = q.shape
     final = q.new_empty((batch, heads, width, v.shape[-1]), dtype=torch.float32)
     return torch.empty_like(v, memory_format=torch.contiguous_format), final
@@ -183,18 +187,16 @@ def _(q, k, v, beta, decay, initial, counts, scale, l2norm, chunk):  # type: ign
 def _chunkwise_backward(
     do: Tensor, dfinal: Tensor,
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor,
-    initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool, chunk: int,
+    initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    grads = backward(
-        Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm, chunk), do, dfinal
-    )
+    grads = backward(Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm), do, dfinal)
     # An op's results are tensors: empty ones stand for gradients that nobody asks for.
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
 @_chunkwise_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
-    do, dfinal, q, k, v, beta, decay, initial, counts, scale, l2norm, chunk
+    do, dfinal, q, k, v, beta, decay, initial, counts, scale, l2norm
 ):
     like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     dbeta = q.new_empty(0) if beta is None else torch.empty_like(beta)
@@ -207,15 +209,15 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.l2norm, ctx.chunk = inputs
+    *tensors, ctx.scale, ctx.l2norm = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
-    grads = _chunkwise_backward(do, dfinal, *tensors, ctx.scale, ctx.l2norm, ctx.chunk)
+    grads = _chunkwise_backward(do, dfinal, *tensors, ctx.scale, ctx.l2norm)
     grads = [g if t is not None else None for g, t in zip(grads, tensors, strict=False)]
-    return (*grads, None, None, None, None)
+    return (*grads, None, None, None)
 
 
 _chunkwise.register_autograd(_differentiate, setup_context=_setup)
@@ -240,9 +242,10 @@ def linear_attention(
             f"triton kernels take key and value widths up to {LARGEST_WIDTH}, got {widths}; "
             "use backend 'reference'"
         )
-    chunk = chunk_size or CHUNK_TOKENS
-    if chunk not in (16, 32, 64):
-        raise ValueError(f"chunk_size of triton kernels is 16, 32 or 64 tokens, got {chunk}")
+    if chunk_size not in (None, CHUNK_TOKENS):
+        raise ValueError(
+            f"chunks of the triton kernels have {CHUNK_TOKENS} tokens, got chunk_size {chunk_size}"
+        )
     q, k, v = (_rows(t.to(dtype)) for t in (q_BTHK, k_BTHK, v_BTHV))
     if log_decay is None:
         log_decay = q.new_zeros(q.shape[:3], dtype=torch.float32)
@@ -251,7 +254,7 @@ def linear_attention(
         None if t is None else t.float().contiguous() for t in (beta_BTH, initial_state_BHKV)
     )
     counts = None if counts_BT is None else counts_BT.to(torch.int32).contiguous()
-    o, final = _chunkwise(q, k, v, beta, decay, initial, counts, scale, l2norm_qk, chunk)
+    o, final = _chunkwise(q, k, v, beta, decay, initial, counts, scale, l2norm_qk)
     return o.to(v_BTHV.dtype), final
 
 

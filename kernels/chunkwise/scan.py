@@ -18,7 +18,7 @@ import triton.language as tl
 from ltconvert.kernels.chunkwise.tiles import head_decays, sums_of, tile, tile_t
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def scan_kernel(
     k_ptr, v_ptr, counts_ptr, sum_ptr, length_ptr, u_ptr, w_ptr,
     initial_ptr, final_ptr, state_ptr,
@@ -72,7 +72,7 @@ def scan_kernel(
     tl.store(final_ptr + bh * K * V + at, state, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def reverse_scan_kernel(
     q_ptr, k_ptr, do_ptr, counts_ptr, sum_ptr, q_length_ptr, length_ptr, w_ptr, du_ptr,
     dfinal_ptr, dinitial_ptr, dstate_ptr,

@@ -84,7 +84,7 @@ def state_products(
     return y, dk, kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def write_gradient_kernel(
     q_ptr, k_ptr, v_ptr, beta_ptr, counts_ptr, sum_ptr, q_length_ptr, length_ptr,
     inverse_ptr, u_ptr, du_ptr, dp_ptr, state_ptr, dstate_ptr,

@@ -46,7 +46,7 @@ def delta_rule(
     before that token; the first token of a row continues the initial state. `keep_BT`: False marks
     padding, which leaves the state untouched, gets output 0 and no gradient, and is looked through
     when segments are compared. `chunk_size` (tokens) is a matter of speed; None leaves it to the
-    backend.
+    backend, of which some have only one.
 
     The output has v's dtype. The state is fp32 (fp64 for fp64 inputs), and so is the arithmetic.
     Differentiable in every floating input. Autocast does not reach inside.

@@ -36,7 +36,8 @@ def stream(data: DataSettings, tokenizer: Any, **changes: Any) -> PackedStream:
 
 
 def same(a: Batch, b: Batch) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+    names = ("input_ids_BT", "segment_ids_BT", "labels_BT", "keep_BT")
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
 def unpack(batches: list[Batch]) -> list[list[int]]:
@@ -320,3 +321,13 @@ def test_hub_stream_without_the_text_field(hub: DataSettings, tiny_tokenizer: An
     source = HubSource(hub.model_copy(update={"text_field": "content"}))
     with pytest.raises(UserError, match=r"org/set: .*'content'.*\(fields there: text\)"):
         source.read(source.start(), 4)
+
+
+def test_padding_is_looked_for_once_on_the_cpu() -> None:
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    whole = Batch(ids, ids, ids, torch.ones(1, 4, dtype=torch.bool))
+    assert whole.mask_BT is whole.keep_BT  # not known yet
+    assert whole.to("cpu").padded is False and whole.to("cpu").mask_BT is None
+    assert whole.to("meta").to("meta").padded is False
+    cut = Batch(ids, ids, ids, torch.tensor([[True, True, True, False]])).to("meta")
+    assert cut.padded and cut.mask_BT is cut.keep_BT

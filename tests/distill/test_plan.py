@@ -25,6 +25,7 @@ from ltconvert.distill.planning.models import models_of
 from ltconvert.distill.planning.render import render_plan, summary_lines
 from ltconvert.distill.planning.work import forward_flops
 from ltconvert.errors import UserError
+from ltconvert.kernels import dispatch
 from ltconvert.recipes.schema import Recipe
 
 GIB = 1 << 30
@@ -93,6 +94,21 @@ def test_weights_gradients_and_optimiser_add_up() -> None:
     assert parts["optimiser"] == 8 * student
     aligned = stage_memory("align", chosen, models, "fp32")
     assert aligned["optimiser"] == 2 * aligned["gradients"] == 8 * models.mixer_parameters
+
+
+def test_logits_on_a_gpu_are_two_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, chosen = deep(vocab_size=49152), recipe(logits={"seq_len_tokens": 4096})
+    models = models_of(chosen, spec)
+    head = 4 * 49152 * spec.hidden_size
+
+    def logits(precision: str, device: str) -> int:
+        return stage_memory("logits", chosen, models, precision, device)["logits"] - head
+
+    monkeypatch.setattr(dispatch, "choose", lambda *_: ("triton", "a test"))
+    assert logits("bf16", "cuda") == 2 * 2048 * 49152 * 2
+    assert logits("fp32", "cuda") == 2 * 2048 * 49152 * 4
+    monkeypatch.undo()
+    assert logits("bf16", "cpu") == logits("fp32", "cpu") > 0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

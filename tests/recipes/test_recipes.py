@@ -181,3 +181,10 @@ def test_digest_names_the_settings() -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         recipes.resolve("hybrid25").logits.temperature = 2.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("word", ["auto", "off", "layers"])
+def test_compile_is_a_word_on_the_command_line_and_in_a_file(word: str) -> None:
+    recipe = recipes.resolve("hybrid25", overrides=[f"runtime.compile={word}"])
+    assert recipe.runtime.compile == word
+    assert yaml.safe_load(recipes.dump(recipe))["runtime"] == {"compile": word}

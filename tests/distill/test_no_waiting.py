@@ -1,0 +1,71 @@
+"""Inside a step nothing looks at a value: on the meta device, where there are none, that raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_model, tiny_spec, tokens
+
+from ltconvert.convert.mixers import context as context_module
+from ltconvert.convert.students.blocks import run_layer
+from ltconvert.convert.transfer import build_student
+from ltconvert.distill.align import AlignObjective
+from ltconvert.distill.data import Batch
+from ltconvert.distill.gradients import BAD, NORM, Gradients
+from ltconvert.distill.logits import LogitsObjective
+from ltconvert.kernels import dispatch
+from ltconvert.recipes.schema import LogitsSettings
+
+LENGTH = 256
+
+
+def packed() -> Batch:
+    """Two documents a row, no padding."""
+    ids_BT = tokens(2, LENGTH)
+    segments_BT = (torch.arange(LENGTH) >= 99).int().repeat(2, 1)
+    return Batch(ids_BT, segments_BT, ids_BT.roll(-1, 1), torch.ones(2, LENGTH, dtype=torch.bool))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a GPU, of which meta tensors run the part that gives shapes."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "choose", lambda op, *_: ("triton", "a test"))
+    autocast = "ltconvert.kernels.linear_kl.triton._autocast"
+    monkeypatch.setattr(autocast, lambda tensor: None)  # of which meta knows nothing
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("stage", ["align", "logits"])
+@pytest.mark.parametrize("family", ["llama", "ouro", "gemma2"])
+def test_a_step_waits_for_nothing(stage: str, family: str) -> None:
+    teacher = tiny_model(tiny_spec(family, head_dim=16)).requires_grad_(False)
+    mixers = ["gdn", "full", "window"]
+    student = build_student(teacher, mixers, {"window_tokens": 100}, share=stage == "align")
+    teacher, student = teacher.to("meta"), student.to("meta")
+    objective: Any = (
+        AlignObjective(teacher, student)
+        if stage == "align"
+        else LogitsObjective(teacher, student, LogitsSettings(ce_weight=0.5))
+    )
+    values = objective.train_step(packed().to("meta"), lambda loss: loss.backward(), 0.0)
+    parameters = {n: p for n, p in student.named_parameters() if p.requires_grad}
+    gradients = Gradients(parameters, torch.optim.SGD(parameters.values(), lr=1.0))
+    found = gradients.clip(1.0)
+    gradients.guard(values["loss"], found[NORM])
+    assert found[BAD].shape == ()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        float(values["loss"])
+
+
+def test_block_masks_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_module, "fits", lambda device, num_tokens: True)
+    model = tiny_model(tiny_spec("gemma2")).to("meta").model
+    model.call_layer = lambda layer, h_BTC, context: run_layer(layer, h_BTC, context)
+    batch = packed().to("meta")
+    context = model.context(
+        model.embed(batch.input_ids_BT), attention_mask=None, segment_ids=batch.segment_ids_BT
+    )
+    assert set(context._block_masks) == model.windows() == {7, None}
