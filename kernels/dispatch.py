@@ -50,9 +50,12 @@ class Requests:
         return self.per_op.get(op, self.everywhere)
 
 
-def choose(op: str, requested: str, device: torch.device | str) -> tuple[str, str]:
+def choose(
+    op: str, requested: str, device: torch.device | str, limit: str | None = None
+) -> tuple[str, str]:
     """Pick the backend of `op` on `device`: (backend, reason).
 
+    `limit`: why the Triton kernel does not take this call (`kernels.limits`).
     Raises ValueError when `op` or `requested` is unknown, or when a backend asked for by name
     cannot run there.
     """
@@ -60,9 +63,9 @@ def choose(op: str, requested: str, device: torch.device | str) -> tuple[str, st
     _check_backend(requested)
     device = torch.device(device)
     if requested == "auto":
-        obstacle = _obstacle(op, "triton", device) or _slow(device)
+        obstacle = _obstacle(op, "triton", device, limit) or _slow(device)
         return ("triton", "fastest here") if obstacle is None else ("reference", obstacle)
-    obstacle = _obstacle(op, requested, device)
+    obstacle = _obstacle(op, requested, device, limit)
     if obstacle is not None:
         raise ValueError(
             f"kernel backend {requested!r} cannot run {op} on {device}: {obstacle}; "
@@ -93,9 +96,9 @@ def use(requested: str = "auto", **per_op: str) -> Iterator[None]:
         _requests = before
 
 
-def implementation(op: str, device: torch.device) -> ModuleType:
-    """The module that runs `op` on `device` under the process's default."""
-    backend, _ = choose(op, _requests.backend(op), device)
+def implementation(op: str, device: torch.device, limit: str | None = None) -> ModuleType:
+    """The module that runs `op` on `device` under the process's default; `limit` as in `choose`."""
+    backend, _ = choose(op, _requests.backend(op), device, limit)
     return sys.modules[_imported(f"{__package__}.{op}.{backend}")]
 
 
@@ -106,7 +109,7 @@ def _imported(name: str) -> str:
     return name
 
 
-def _obstacle(op: str, backend: str, device: torch.device) -> str | None:
+def _obstacle(op: str, backend: str, device: torch.device, limit: str | None) -> str | None:
     """Why `backend` cannot run `op` on `device`; None when it can."""
     if backend not in OPS[op]:
         return f"no {backend} kernel for this op yet"
@@ -115,6 +118,7 @@ def _obstacle(op: str, backend: str, device: torch.device) -> str | None:
             return "triton is not installed"
         if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
             return f"triton needs a GPU, the tensors are on {device.type}"
+        return limit
     return None
 
 

@@ -83,8 +83,13 @@ def test_installed_command() -> None:
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert expected in error_line(capsys, arguments)
 
 

@@ -12,7 +12,6 @@ import torch
 import triton
 
 CHUNK_TOKENS = 64
-LARGEST_WIDTH = 256
 
 
 @dataclass(frozen=True)

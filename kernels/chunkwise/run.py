@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ltconvert.kernels.chunkwise.config import CHUNK_TOKENS, LARGEST_WIDTH, Shape
+from ltconvert.kernels.chunkwise.config import CHUNK_TOKENS, Shape
 from ltconvert.kernels.chunkwise.output import output_kernel
 from ltconvert.kernels.chunkwise.prepare import prepare_kernel
 from ltconvert.kernels.chunkwise.read_gradient import read_gradient_kernel
@@ -234,14 +234,6 @@ def linear_attention(
     decays and states; q, k and v may have any strides but the last.
     """
     dtype = torch.promote_types(torch.promote_types(q_BTHK.dtype, k_BTHK.dtype), v_BTHV.dtype)
-    if dtype == torch.float64:
-        raise ValueError("triton kernels compute in fp32, got float64; use backend 'reference'")
-    widths = q_BTHK.shape[-1], v_BTHV.shape[-1]
-    if max(widths) > LARGEST_WIDTH:
-        raise ValueError(
-            f"triton kernels take key and value widths up to {LARGEST_WIDTH}, got {widths}; "
-            "use backend 'reference'"
-        )
     if chunk_size not in (None, CHUNK_TOKENS):
         raise ValueError(
             f"chunks of the triton kernels have {CHUNK_TOKENS} tokens, got chunk_size {chunk_size}"

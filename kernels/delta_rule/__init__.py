@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ltconvert.kernels import dispatch
+from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.segments import check_token_grid
 
 
@@ -59,7 +59,8 @@ def delta_rule(
     check_token_grid("keep", keep_BT, batch, length)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
-    return dispatch.implementation("delta_rule", q_BTHK.device).delta_rule(
+    limit = limits.of_linear_attention(q_BTHK, k_BTHK, v_BTHV, log_decay)
+    return dispatch.implementation("delta_rule", q_BTHK.device, limit).delta_rule(
         q_BTHK,
         k_BTHK,
         v_BTHV,

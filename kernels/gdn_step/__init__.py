@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ltconvert.kernels import dispatch
+from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.norm_gate import GateFn
 from ltconvert.kernels.short_conv import Activation
 
@@ -85,7 +85,8 @@ def gdn_step(
             "activation must be None or 'silu' and gate_fn '2sigmoid', 'sigmoid' or 'silu', got "
             f"{activation!r} and {gate_fn!r}"
         )
-    return dispatch.implementation("gdn_step", qkv_BC.device).gdn_step(
+    limit = limits.of_precision(qkv_BC, state_BHKV)
+    return dispatch.implementation("gdn_step", qkv_BC.device, limit).gdn_step(
         qkv_BC,
         beta_BH,
         decay_BH,

@@ -39,8 +39,6 @@ def gdn_step(
     scale: float,
 ) -> Tensor:
     """See ``ltconvert.kernels.gdn_step.gdn_step``."""
-    if torch.float64 in (qkv_BC.dtype, state_BHKV.dtype):
-        raise ValueError("the triton backend of gdn_step has no fp64; use 'reference'")
     step = _registered_step if torch.compiler.is_compiling() else _step
     return step(
         qkv_BC, beta_BH, decay_BH, log_rate_H, rate_bias_H, state_BHKV, norm_weight_HV, gate_BHV,

@@ -5,13 +5,12 @@ N tokens, D and E hidden widths of student and teacher, V vocabulary, K tokens o
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ltconvert.kernels import dispatch
+from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.linear_kl.arguments import Teacher, check_options, check_tensors
 
 Divergence = Literal["forward", "reverse", "jsd"]
@@ -102,7 +101,7 @@ def linear_kl(
     )
     vocab = check_tensors(student_hidden_ND, student_head_VD, teacher, vocab_size, labels_N, mask_N)
     check_options(teacher, labels_N, divergence, temperature, ce_weight, teacher_softcap, reduction)
-    return _backend(student_hidden_ND).linear_kl(
+    return _backend(student_hidden_ND, student_head_VD, *teacher).linear_kl(
         student_hidden_ND,
         _cut(student_head_VD, vocab),
         teacher.cut(vocab),
@@ -140,7 +139,7 @@ def linear_scores(
     """
     teacher = Teacher(teacher_hidden_NE, teacher_head_VE)
     vocab = check_tensors(student_hidden_ND, student_head_VD, teacher, vocab_size, labels_N)
-    return _backend(student_hidden_ND).linear_scores(
+    return _backend(student_hidden_ND, student_head_VD, *teacher).linear_scores(
         student_hidden_ND,
         _cut(student_head_VD, vocab),
         teacher.cut(vocab),
@@ -161,11 +160,6 @@ def _cut(head_VD: Tensor, vocab: int) -> Tensor:
     return head_VD if len(head_VD) == vocab else head_VD[:vocab]
 
 
-def _backend(tensor: Tensor) -> Any:
-    return sys.modules[_module_name(tensor.device.type)]
-
-
-# torch.compile cannot look into imports, and a name is what it can keep as a constant.
-@torch.compiler.assume_constant_result
-def _module_name(device: str) -> str:
-    return dispatch.implementation("linear_kl", torch.device(device)).__name__
+def _backend(student_ND: Tensor, *others: Tensor | None) -> Any:
+    limit = limits.of_precision(student_ND, *others)
+    return dispatch.implementation("linear_kl", student_ND.device, limit)

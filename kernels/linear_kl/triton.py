@@ -28,7 +28,6 @@ def linear_kl(
     **options: Any,
 ) -> LinearKL:
     """See ``ltconvert.kernels.linear_kl.linear_kl``; ``teacher`` is without gradients."""
-    _refuse_fp64(student_ND, student_head_VD, *teacher)
     grad = torch.is_grad_enabled()
     loss, kl, ce, tokens, *_ = ops.linear_kl(
         student_ND,
@@ -58,7 +57,6 @@ def linear_scores(
     """See ``ltconvert.kernels.linear_kl.linear_scores``."""
     teacher_NE, teacher_head_VE = teacher.hidden_NE, teacher.head_VE
     assert teacher_NE is not None and teacher_head_VE is not None
-    _refuse_fp64(student_ND, student_head_VD, teacher_NE, teacher_head_VE)
     values_3N, agree_N = ops.linear_scores(
         student_ND,
         student_head_VD,
@@ -77,11 +75,3 @@ def _autocast(tensor: Tensor) -> torch.dtype | None:
     """The dtype that autocast asks of matrix products; None where it is off."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _refuse_fp64(*tensors: Tensor | None) -> None:
-    if any(x is not None and x.dtype == torch.float64 for x in tensors):
-        raise ValueError(
-            "the triton backend of linear_kl computes in fp32, got fp64 inputs; "
-            "use kernel backend 'reference'"
-        )

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ltconvert.kernels import dispatch
+from ltconvert.kernels import dispatch, limits
 
 GateFn = Literal["2sigmoid", "sigmoid", "silu"]
 
@@ -32,6 +32,7 @@ def norm_gate(
         )
     if gate_fn not in ("2sigmoid", "sigmoid", "silu"):
         raise ValueError(f"gate_fn must be '2sigmoid', 'sigmoid' or 'silu', got {gate_fn!r}")
-    return dispatch.implementation("norm_gate", x.device).norm_gate(
+    limit = limits.of_precision(x, weight, gate)
+    return dispatch.implementation("norm_gate", x.device, limit).norm_gate(
         x, weight, gate, eps=eps, gate_fn=gate_fn
     )

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ltconvert.kernels import dispatch
+from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.segments import check_token_grid
 
 Activation = Literal["silu"]
@@ -51,7 +51,8 @@ def short_conv(
         raise ValueError(f"activation must be None or 'silu', got {activation!r}")
     check_token_grid("segment_ids", segment_ids_BT, batch, length)
     check_token_grid("keep", keep_BT, batch, length)
-    return dispatch.implementation("short_conv", x_BTD.device).short_conv(
+    limit = limits.of_convolution(x_BTD, weight_DW)
+    return dispatch.implementation("short_conv", x_BTD.device, limit).short_conv(
         x_BTD,
         weight_DW,
         history_BDH=history_BDH,

@@ -18,7 +18,6 @@ from ltconvert.kernels.short_conv.kernels import backward_kernel, forward_kernel
 CHANNELS = {"forward": 512, "backward": 256}  # of a program; 128 a warp
 ROWS = {"forward": 8, "backward": 4}  # a step: how many reads are in flight, paid in registers
 WALK = {"forward": 64, "backward": 128}  # rows of a program: less read twice, but fewer programs
-MAX_TAPS = 8
 
 
 def short_conv(
@@ -31,13 +30,6 @@ def short_conv(
     activation: str | None,
 ) -> tuple[Tensor, Tensor]:
     """See ``ltconvert.kernels.short_conv.short_conv``."""
-    if torch.float64 in (x_BTD.dtype, weight_DW.dtype):
-        raise ValueError("the triton backend of short_conv has no fp64; use 'reference'")
-    if weight_DW.shape[1] > MAX_TAPS:
-        raise ValueError(
-            f"the triton backend of short_conv has at most {MAX_TAPS} taps, got "
-            f"{weight_DW.shape[1]}; use 'reference'"
-        )
     keep_BT = padding_mask(keep_BT)
     counts_BT = segment_counts(segment_ids_BT, keep_BT)
     return _short_conv(x_BTD, weight_DW, history_BDH, counts_BT, keep_BT, activation == "silu")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ltconvert.kernels import dispatch
+from ltconvert.kernels import dispatch, limits
+from ltconvert.kernels.delta_rule import delta_rule
 from ltconvert.kernels.norm_gate import norm_gate
 
 CPU = torch.device("cpu")
@@ -90,3 +91,23 @@ def test_unknown_names_list_the_known_ones() -> None:
         dispatch.choose("delta_rule", "cuda", CPU)
     with pytest.raises(ValueError, match="unknown op"), dispatch.use("auto", conv="reference"):
         pass
+
+
+def test_what_a_kernel_does_not_take_goes_to_the_reference_unless_asked_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    wide = torch.zeros(1, 1, 1, 300, device=CPU)
+    narrow, beta = wide[..., :200], wide[..., 0]
+    limit = limits.of_linear_attention(wide, wide, narrow, None)
+    assert dispatch.choose("delta_rule", "auto", "cuda", limit) == (
+        "reference",
+        "widths go up to 256, got 300 (keys) and 200 (values)",
+    )
+    assert dispatch.choose("delta_rule", "auto", "cuda", None)[0] == "triton"
+    message = "cannot run delta_rule on cpu: widths go up to 256, got 300"
+    with dispatch.use("triton"), pytest.raises(ValueError, match=message):
+        delta_rule(wide, wide, narrow, beta)
+    message = "decays per channel keys go up to 128, got 200"
+    with dispatch.use("triton"), pytest.raises(ValueError, match=message):
+        delta_rule(narrow, narrow, wide[..., :8], beta, narrow)
