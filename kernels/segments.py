@@ -52,6 +52,16 @@ def padding_mask(keep_BT: Tensor | None) -> Tensor | None:
     return None if _can_look(keep_BT) and keep_BT.all() else keep_BT
 
 
+def clear_padding(keep_BT: Tensor | None, *tensors: Tensor | None) -> list[Tensor | None]:
+    """Each [B, T, ...] with zeros at padding, whatever stands there; None stays None."""
+    if keep_BT is None:
+        return list(tensors)
+    return [
+        None if x is None else x.where(keep_BT.view(*keep_BT.shape, *[1] * (x.dim() - 2)), 0)
+        for x in tensors
+    ]
+
+
 def _can_look(tensor: Tensor) -> bool:
     """Whether branching on values costs nothing: a GPU would have to wait, a graph would break."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

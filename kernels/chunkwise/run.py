@@ -40,9 +40,13 @@ class Inputs(NamedTuple):
     @property
     def shape(self) -> Shape:
         """Sizes and launch options."""
-        sizes = *self.q.shape, self.v.shape[-1]
+        batch, length, heads, key_width = self.q.shape
         return Shape(
-            *sizes,
+            batch,
+            length,
+            heads,
+            key_width,
+            self.v.shape[-1],
             dtype=self.q.dtype,
             delta=self.beta is not None,
             per_channel=self.per_channel,
@@ -74,17 +78,16 @@ def _states(x: Inputs) -> States:
     """The first two kernels: everything up to each chunk's incoming state."""
     s, delta = x.shape, x.beta is not None
     cells = s.batch * s.heads * s.chunks
-    low, fp32 = {"dtype": x.q.dtype}, {"dtype": torch.float32}
     length = inverse = u = w = None
     size = (cells, CHUNK_TOKENS, s.key_padded) if x.per_channel else (cells, CHUNK_TOKENS)
     fast = x.per_channel and x.q.dtype != torch.float32
     sums = x.q.new_empty(size, dtype=torch.float32 if fast else torch.float64)
     if delta:
-        inverse = x.q.new_empty((cells, CHUNK_TOKENS, CHUNK_TOKENS), **low)
-        u = x.q.new_empty((cells, CHUNK_TOKENS, s.value_padded), **low)
-        w = x.q.new_empty((cells, CHUNK_TOKENS, s.key_padded), **low)
+        inverse = x.q.new_empty((cells, CHUNK_TOKENS, CHUNK_TOKENS))
+        u = x.q.new_empty((cells, CHUNK_TOKENS, s.value_padded))
+        w = x.q.new_empty((cells, CHUNK_TOKENS, s.key_padded))
         if x.l2norm:
-            length = x.q.new_empty((cells, CHUNK_TOKENS), **fp32)
+            length = x.q.new_empty((cells, CHUNK_TOKENS), dtype=torch.float32)
     prepare_kernel[(cells,)](
         x.k, x.v, x.beta, x.decay, x.counts, sums, length, inverse, u, w,
         *x.k.stride()[:3], *x.v.stride()[:3],
@@ -92,8 +95,8 @@ def _states(x: Inputs) -> States:
         **s.blocks, **x.flags, **s.precision, DELTA=delta,
         num_warps=4,
     )  # fmt: skip
-    state = x.q.new_empty((cells, s.key_padded, s.value_padded), **low)
-    final = x.q.new_empty((s.batch, s.heads, s.key_width, s.value_width), **fp32)
+    state = x.q.new_empty((cells, s.key_padded, s.value_padded))
+    final = x.q.new_empty((s.batch, s.heads, s.key_width, s.value_width), dtype=torch.float32)
     blocks = s.scan_blocks
     scan_kernel[(s.batch * s.heads * (s.value_padded // blocks["BV"]),)](
         x.k, x.v, x.counts, sums, length, u, w, x.initial, final, state,
@@ -123,7 +126,7 @@ def forward(x: Inputs) -> tuple[Tensor, Tensor]:
     return o, y.final
 
 
-def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor, ...]:
+def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta (None without one), decay and the initial state."""
     s, delta = x.shape, x.beta is not None
     do, dfinal = do.contiguous(), dfinal.contiguous()
@@ -177,7 +180,7 @@ def _chunkwise(
 
 
 @_chunkwise.register_fake
-def _(q, k, v, beta, decay, initial, counts, scale, l2norm):  # type: ignore[no-untyped-def]
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, _, heads, width = q.shape
     final = q.new_empty((batch, heads, width, v.shape[-1]), dtype=torch.float32)
     return torch.empty_like(v, memory_format=torch.contiguous_format), final
@@ -195,9 +198,10 @@ def _chunkwise_backward(
 
 
 @_chunkwise_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
-    do, dfinal, q, k, v, beta, decay, initial, counts, scale, l2norm
-):
+def _(
+    do: Tensor, dfinal: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     dbeta = q.new_empty(0) if beta is None else torch.empty_like(beta)
     return (

@@ -12,7 +12,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from ltconvert.kernels import dispatch, limits
-from ltconvert.kernels.segments import check_token_grid
+from ltconvert.kernels.segments import (
+    check_token_grid,
+    clear_padding,
+    padding_mask,
+    segment_counts,
+)
 
 
 def decay_attention(
@@ -67,15 +72,13 @@ def decay_attention(
     check_token_grid("keep", keep_BT, batch, length)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
-    limit = limits.of_linear_attention(q_BTHK, k_BTHK, v_BTHV, log_decay)
+    keep_BT = padding_mask(keep_BT)
+    log_decay_BTH = _each_token(log_decay, (batch, length, heads))
+    limit = limits.of_linear_attention(q_BTHK, k_BTHK, v_BTHV, log_decay_BTH)
     return dispatch.implementation("decay_attention", q_BTHK.device, limit).decay_attention(
-        q_BTHK,
-        k_BTHK,
-        v_BTHV,
-        _each_token(log_decay, (batch, length, heads)),
-        initial_state_BHKV=initial_state_BHKV,
-        segment_ids_BT=segment_ids_BT,
-        keep_BT=keep_BT,
+        *clear_padding(keep_BT, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH),
+        initial_state_BHKV,
+        segment_counts(segment_ids_BT, keep_BT),
         scale=key_width**-0.5 if scale is None else scale,
         chunk_size=chunk_size,
     )

@@ -31,7 +31,6 @@ from ltconvert.kernels.chunks import (
     to_chunks,
 )
 from ltconvert.kernels.decays import ScalarDecay, decays
-from ltconvert.kernels.segments import padding_mask, segment_counts
 
 
 def decay_attention(
@@ -39,22 +38,14 @@ def decay_attention(
     k_BTHK: Tensor,
     v_BTHV: Tensor,
     log_decay_BTH: Tensor,
-    *,
     initial_state_BHKV: Tensor | None,
-    segment_ids_BT: Tensor | None,
-    keep_BT: Tensor | None,
+    counts_BT: Tensor | None,
+    *,
     scale: float,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `ltconvert.kernels.decay_attention.decay_attention`."""
-    keep_BT = padding_mask(keep_BT)
-    counts_BT = segment_counts(segment_ids_BT, keep_BT)
+    """See `ltconvert.kernels.decay_attention.decay_attention`; padding holds zeros."""
     log_decay_BTH1 = log_decay_BTH.unsqueeze(-1)
-    if keep_BT is not None:
-        # With q and k zero too: padding reads nothing, and what is there may be NaN.
-        q_BTHK, k_BTHK, v_BTHV, log_decay_BTH1 = (
-            x.where(keep_BT[..., None, None], 0) for x in (q_BTHK, k_BTHK, v_BTHV, log_decay_BTH1)
-        )
     if initial_state_BHKV is None:
         batch, _, heads, width = q_BTHK.shape
         initial_state_BHKV = q_BTHK.new_zeros(

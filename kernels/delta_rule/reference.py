@@ -37,7 +37,6 @@ from ltconvert.kernels.chunks import (
     to_chunks,
 )
 from ltconvert.kernels.delta_rule.chunks import Chunks, Options, inverse_length, prepare
-from ltconvert.kernels.segments import padding_mask, segment_counts
 
 
 def delta_rule(
@@ -46,26 +45,18 @@ def delta_rule(
     v_BTHV: Tensor,
     beta_BTH: Tensor,
     log_decay: Tensor | None,
-    *,
     initial_state_BHKV: Tensor | None,
-    segment_ids_BT: Tensor | None,
-    keep_BT: Tensor | None,
+    counts_BT: Tensor | None,
+    *,
     scale: float,
     l2norm_qk: bool,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `ltconvert.kernels.delta_rule.delta_rule`."""
-    keep_BT = padding_mask(keep_BT)
-    counts_BT = segment_counts(segment_ids_BT, keep_BT)
+    """See `ltconvert.kernels.delta_rule.delta_rule`; padding holds zeros."""
     beta_BTH1 = beta_BTH.unsqueeze(-1)
     if log_decay is None:
         log_decay = torch.zeros_like(beta_BTH)
     log_decay_BTHD = log_decay.unsqueeze(-1) if log_decay.dim() == 3 else log_decay
-    if keep_BT is not None:
-        q_BTHK, k_BTHK, v_BTHV, beta_BTH1, log_decay_BTHD = (
-            x.where(keep_BT[..., None, None], 0)
-            for x in (q_BTHK, k_BTHK, v_BTHV, beta_BTH1, log_decay_BTHD)
-        )
     if initial_state_BHKV is None:
         batch, _, heads, width = q_BTHK.shape
         initial_state_BHKV = q_BTHK.new_zeros(

@@ -6,7 +6,6 @@ The state passes through registers once, a block of columns at a time: with S th
 D channels of a vector, K key width, V value width, W taps.
 """
 
-# mypy: disable-error-code="no-untyped-def,assignment,var-annotated"
 # ruff: noqa: RUF005 (Triton has no unpacking in tuples)
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _counts(
 
 
 @linear_kl.register_fake
-def _(student_ND, student_head_VD, *arguments):  # type: ignore[no-untyped-def]
+def _(student_ND: Tensor, student_head_VD: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     matmul, needs = arguments[7], arguments[-2:]
     numbers = [student_ND.new_empty((), dtype=torch.float32) for _ in range(4)]
     tokens = student_ND.new_empty((), dtype=torch.int64)
@@ -187,7 +187,10 @@ def linear_scores(
 
 
 @linear_scores.register_fake
-def _(student_ND, student_head_VD, teacher_NE, teacher_head_VE, labels_N, *_):  # type: ignore[no-untyped-def]
+def _(
+    student_ND: Tensor, student_head_VD: Tensor,
+    teacher_NE: Tensor, teacher_head_VE: Tensor, labels_N: Tensor, *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return (
         student_ND.new_empty((3, len(labels_N)), dtype=torch.float32),
         student_ND.new_empty(len(labels_N), dtype=torch.bool),

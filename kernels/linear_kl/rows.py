@@ -7,7 +7,6 @@ s and t are capped logits over the temperature, q and p their softmax; m a maxim
 exp(x - m). All arithmetic is in fp32.
 """
 
-# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton

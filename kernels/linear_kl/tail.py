@@ -4,7 +4,6 @@ The first reads rows whose top-k logits were taken out and set to -inf, which le
 that the teacher has no probability of. Letters and helpers as in ``rows``; K tokens of a top-k.
 """
 
-# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton

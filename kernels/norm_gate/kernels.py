@@ -3,8 +3,6 @@
 N rows of a tile, D channels, G groups of rows that have a row of the weight each.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

@@ -6,7 +6,6 @@ step, so that nothing is read again but the few rows before a program's first.
 D channels of a program, W taps, PAST = W - 1, R rows a step, STEPS steps of a program.
 """
 
-# mypy: disable-error-code="no-untyped-def,assignment,var-annotated"
 # ruff: noqa: RUF005 (Triton has no unpacking in tuples)
 
 from __future__ import annotations
