@@ -198,14 +198,15 @@ def _pipeline(start: Start) -> PipelineResult:
     """All stages that the recipe asks for and that are not finished."""
     from ltconvert.distill import pipeline
 
-    return pipeline.run(
-        start.recipe,
-        start.teacher,
-        start.run_dir,
-        start.log,
-        device=start.device,
-        precision=start.precision,
-    )
+    with start.log.hearing("ltconvert.kernels"):
+        return pipeline.run(
+            start.recipe,
+            start.teacher,
+            start.run_dir,
+            start.log,
+            device=start.device,
+            precision=start.precision,
+        )
 
 
 def _document(result: PipelineResult, run_dir: Path) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """Speed of a whole training step of stage `logits` on SmolLM2-135M's shape, random weights.
 
-    python benchmarks/step.py [--kernel triton] [--compile layers] [--rows 8]
+    python benchmarks/step.py [--kernel reference triton] [--compile off layers] [--rows 8]
 
-A line a variant, all in one process on the same batch: `plain` is what one writes without this
-package (the same models in plain PyTorch, whole logits, KL by autograd), the others are the
-package's own step by kernel backend, and with its layers compiled. A step is teacher forward,
-student forward and backward, clipping and optimiser. The first step's loss has to be that of the
-first variant, or no speed is shown. FLOPs are those of `distill.planning.work`, without
-recomputation.
+A line a variant, each as soon as it is measured, all in one process on the same batch: first the
+package's own step by kernel backend, without and with its layers compiled as training compiles
+them, and last `plain`, what one writes without this package (the same models in plain PyTorch,
+whole logits, KL by autograd). A step is teacher forward, student forward and backward, clipping and
+optimiser. The first step's loss has to be that of the first variant, or no speed is shown. FLOPs
+are those of `distill.planning.work`, without recomputation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ltconvert.benchmarks.harness import reason
 from ltconvert.benchmarks.step_models import (
@@ -29,13 +29,16 @@ from ltconvert.benchmarks.step_models import (
     smollm2_135m,
     step_flops,
 )
-from ltconvert.benchmarks.timing import median_ms, synchronize
+from ltconvert.benchmarks.timing import TimeLimit, deadline, median_ms, synchronize
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import build_student
+from ltconvert.distill.compilation import Choice, compiled
+from ltconvert.distill.gradients import NORM, Gradients
 from ltconvert.distill.logits import LogitsObjective, frozen_copy, own_copy
 from ltconvert.distill.optim import build_optimizer
 from ltconvert.distill.precision import autocast
+from ltconvert.distill.resume import trainable
 from ltconvert.kernels import dispatch
 from ltconvert.recipes.schema import LogitsSettings
 
@@ -49,14 +52,14 @@ class Variant:
     """How the step is run; ``kernel`` None is the plain step."""
 
     kernel: str | None
-    compiled: str = "off"
+    compile: str = "off"
 
     @property
     def name(self) -> str:
         """For the table."""
         if self.kernel is None:
             return "plain"
-        return self.kernel + ("" if self.compiled == "off" else f", {self.compiled} compiled")
+        return self.kernel + ("" if self.compile == "off" else f", {self.compile} compiled")
 
 
 @dataclass
@@ -74,9 +77,9 @@ def main() -> int:
     arguments = _parse()
     device = torch.device(arguments.device)
     spec = smollm2_135m(tiny=arguments.tiny)
-    compiled = dict.fromkeys(("off", arguments.compile))
-    own = [Variant(kernel, x) for kernel in arguments.kernel for x in compiled]
-    variants = [*([] if arguments.no_plain else [Variant(None)]), *own]
+    variants = [Variant(kernel, x) for kernel in arguments.kernel for x in arguments.compile]
+    if not arguments.no_plain:
+        variants.append(Variant(None))
     size = 256 if arguments.tiny else 8192
     measured_tflops = product_tflops(device, size)
     peak = _peak_tflops(device) or measured_tflops
@@ -96,7 +99,8 @@ def main() -> int:
         right = found.loss if right is None else right
         if not abs(found.loss - right) <= LOSS_TOLERANCE * abs(right):
             bad = True
-            print(f"| {variant.name} | PARITY RED: loss {found.loss:.4f}, not {right:.4f} |")
+            red = f"PARITY RED: loss {found.loss:.4f}, not {right:.4f}"
+            print(f"| {variant.name} | {red} |", flush=True)
             continue
         rate = arguments.rows * arguments.length / found.step_s
         tflops = rate * step_flops(spec, arguments.length) / 1e12
@@ -114,10 +118,13 @@ def _try(
 ) -> Measured | str:
     """What was measured, or why nothing was; the models are gone afterwards."""
     try:
-        return measure(variant, spec, arguments, device)
-    except Exception as error:
+        with deadline(arguments.limit):
+            return measure(variant, spec, arguments, device)
+    except (Exception, TimeLimit) as error:
         return reason(error)
     finally:
+        if variant.compile != "off":
+            torch._dynamo.reset()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -134,11 +141,12 @@ def _parse() -> argparse.Namespace:
         default=["reference", "triton"] if gpu else ["reference"],
         choices=("auto", "reference", "triton"),
     )
-    parser.add_argument("--compile", default="off", choices=("off", "layers", "model"))
+    parser.add_argument("--compile", nargs="+", default=["off"], choices=("off", "layers"))
     parser.add_argument("--no-plain", action="store_true", help="leave the plain step out")
     parser.add_argument("--rows", type=int, default=8, help="rows a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens a row")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after two more")
+    parser.add_argument("--limit", type=float, default=240, help="seconds a variant may take")
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a toy model, to try this file")
     return parser.parse_args()
@@ -147,13 +155,12 @@ def _parse() -> argparse.Namespace:
 def measure(
     variant: Variant, spec: TeacherSpec, arguments: argparse.Namespace, device: torch.device
 ) -> Measured:
-    """Build the models from the same seed and run the steps."""
+    """Build the models from the same seed and run the steps as `distill.trainer` does."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
     objective = _objective(variant, spec, device)
     settings = objective.settings
     optimizer = build_optimizer(objective.parameter_groups(), settings, objective.module)
-    parameters = [p for p in objective.module.parameters() if p.requires_grad]
+    gradients = Gradients(trainable(objective.module), optimizer)
     batch = random_batch(spec, arguments.rows, arguments.length, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -161,16 +168,22 @@ def measure(
     def step() -> Tensor:
         with autocast(device, "bf16"):
             values = objective.train_step(batch, lambda loss: loss.backward(), 1.0)
-        nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
+        norms = gradients.clip(settings.clip_norm)
+        if device.type == "cuda":
+            gradients.guard(values["loss"], norms[NORM])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return values["loss"]
 
-    with dispatch.use(variant.kernel or "reference"):
+    problems: list[str] = []
+    choice = Choice(variant.compile == "layers", "as asked")
+    with dispatch.use(variant.kernel or "reference"), compiled(objective, choice, problems.append):
         begun = time.perf_counter()
         loss = float(step())
         first = time.perf_counter() - begun
         step()
+        if problems:
+            raise RuntimeError(problems[0])
         synchronize(device)
         begun = time.perf_counter()
         for _ in range(arguments.steps):
@@ -182,16 +195,11 @@ def measure(
 
 
 def _objective(variant: Variant, spec: TeacherSpec, device: torch.device) -> LogitsObjective:
-    """Teacher and student as stage `logits` has them, compiled where asked for."""
+    """Teacher and student as stage `logits` has them."""
     teacher = LT2ForCausalLM(LT2Config.from_spec(spec)).to(device).eval().requires_grad_(False)
     student = build_student(teacher, mixers_of(spec))
     student = own_copy(student, teacher).float().train()
     teacher = frozen_copy(teacher, torch.bfloat16)
-    if variant.compiled != "off":
-        for model in (teacher, student):
-            parts = model.model.layers if variant.compiled == "layers" else [model.model]
-            for part in parts:
-                part.compile()
     kind = PlainObjective if variant.kernel is None else LogitsObjective
     return kind(teacher, student, LogitsSettings())
 

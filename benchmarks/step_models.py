@@ -49,6 +49,7 @@ def random_batch(spec: TeacherSpec, rows: int, length: int, device: torch.device
         segment_ids_BT=torch.zeros_like(ids_BT, dtype=torch.int32),
         labels_BT=ids_BT.roll(-1, 1),
         keep_BT=torch.ones_like(ids_BT, dtype=torch.bool),
+        padded=False,
     )
 
 

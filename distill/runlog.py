@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -89,6 +90,18 @@ class RunLog:
             yield bar
             bar.finish()
 
+    @contextmanager
+    def hearing(self, logger: str) -> Iterator[None]:
+        """Say what a logger of that name, or below it, reports at INFO and above."""
+        source, ear = logging.getLogger(logger), _Ear(self)
+        before, source.level = source.level, logging.INFO
+        source.addHandler(ear)
+        try:
+            yield
+        finally:
+            source.removeHandler(ear)
+            source.level = before
+
     def close(self) -> None:
         """Close the metrics file; a later `metrics` opens it again."""
         if self._file is not None:
@@ -136,3 +149,12 @@ def _is_kept(line: str, stage: str, step: int) -> bool:
         return line.endswith("\n") and (record["stage"] != stage or record["step"] <= step)
     except (ValueError, KeyError, TypeError):
         return False
+
+
+class _Ear(logging.Handler):
+    def __init__(self, log: RunLog) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.say(record.getMessage())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+CHUNK_TOKENS = 64
 MOST_WIDTH = 256
 MOST_CHANNEL_WIDTH = 128
 MOST_TAPS = 8
@@ -17,8 +18,12 @@ def of_precision(*tensors: Tensor | None) -> str | None:
     return None
 
 
-def of_linear_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> str | None:
-    """The same, and the width of heads; [..., K], [..., V], decays [B, T, H] or [B, T, H, K]."""
+def of_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, chunk_size: int | None
+) -> str | None:
+    """The same, widths and chunks; q, k [..., K], v [..., V], decays [B, T, H] or [B, T, H, K]."""
+    if chunk_size not in (None, CHUNK_TOKENS):
+        return f"chunks have {CHUNK_TOKENS} tokens, got chunk_size {chunk_size}"
     key_width, value_width = q.shape[-1], v.shape[-1]
     if max(key_width, value_width) > MOST_WIDTH:
         return f"widths go up to {MOST_WIDTH}, got {key_width} (keys) and {value_width} (values)"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-CHUNK_TOKENS = 64
+from ltconvert.kernels.limits import CHUNK_TOKENS
 
 
 @dataclass(frozen=True)

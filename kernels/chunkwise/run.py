@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ltconvert.kernels.chunkwise.config import CHUNK_TOKENS, Shape
+from ltconvert.kernels.chunkwise.config import Shape
 from ltconvert.kernels.chunkwise.output import output_kernel
 from ltconvert.kernels.chunkwise.prepare import prepare_kernel
 from ltconvert.kernels.chunkwise.read_gradient import read_gradient_kernel
 from ltconvert.kernels.chunkwise.scan import reverse_scan_kernel, scan_kernel
 from ltconvert.kernels.chunkwise.write_gradient import write_gradient_kernel
+from ltconvert.kernels.limits import CHUNK_TOKENS
 
 
 class Inputs(NamedTuple):
@@ -230,7 +231,7 @@ _chunkwise.register_autograd(_differentiate, setup_context=_setup)
 def linear_attention(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, beta_BTH: Tensor | None,
     log_decay: Tensor | None, initial_state_BHKV: Tensor | None, counts_BT: Tensor | None,
-    *, scale: float, l2norm_qk: bool, chunk_size: int | None,
+    *, scale: float, l2norm_qk: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs [B, T, H, V] in v's dtype and the final state in fp32.
 
@@ -238,10 +239,6 @@ def linear_attention(
     decays and states; q, k and v may have any strides but the last.
     """
     dtype = torch.promote_types(torch.promote_types(q_BTHK.dtype, k_BTHK.dtype), v_BTHV.dtype)
-    if chunk_size not in (None, CHUNK_TOKENS):
-        raise ValueError(
-            f"chunks of the triton kernels have {CHUNK_TOKENS} tokens, got chunk_size {chunk_size}"
-        )
     q, k, v = (_rows(t.to(dtype)) for t in (q_BTHK, k_BTHK, v_BTHV))
     if log_decay is None:
         log_decay = q.new_zeros(q.shape[:3], dtype=torch.float32)

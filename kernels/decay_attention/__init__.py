@@ -74,7 +74,7 @@ def decay_attention(
         raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
     keep_BT = padding_mask(keep_BT)
     log_decay_BTH = _each_token(log_decay, (batch, length, heads))
-    limit = limits.of_linear_attention(q_BTHK, k_BTHK, v_BTHV, log_decay_BTH)
+    limit = limits.of_linear_attention(q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, chunk_size)
     return dispatch.implementation("decay_attention", q_BTHK.device, limit).decay_attention(
         *clear_padding(keep_BT, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH),
         initial_state_BHKV,

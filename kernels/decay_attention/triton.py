@@ -21,8 +21,11 @@ def decay_attention(
     scale: float,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `ltconvert.kernels.decay_attention.decay_attention`; padding holds zeros."""
+    """See `ltconvert.kernels.decay_attention.decay_attention`; padding holds zeros.
+
+    There is one chunk size (`kernels.limits`).
+    """
     return linear_attention(
         q_BTHK, k_BTHK, v_BTHV, None, log_decay_BTH, initial_state_BHKV, counts_BT,
-        scale=scale, l2norm_qk=False, chunk_size=chunk_size,
+        scale=scale, l2norm_qk=False,
     )  # fmt: skip

@@ -51,7 +51,7 @@ def delta_rule(
     before that token; the first token of a row continues the initial state. `keep_BT`: False marks
     padding, which leaves the state untouched, gets output 0 and no gradient, and is looked through
     when segments are compared. `chunk_size` (tokens) is a matter of speed; None leaves it to the
-    backend, of which some have only one.
+    backend.
 
     The output has v's dtype. The state is fp32 (fp64 for fp64 inputs), and so is the arithmetic.
     Differentiable in every floating input. Autocast does not reach inside.
@@ -65,7 +65,7 @@ def delta_rule(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
     keep_BT = padding_mask(keep_BT)
-    limit = limits.of_linear_attention(q_BTHK, k_BTHK, v_BTHV, log_decay)
+    limit = limits.of_linear_attention(q_BTHK, k_BTHK, v_BTHV, log_decay, chunk_size)
     return dispatch.implementation("delta_rule", q_BTHK.device, limit).delta_rule(
         *clear_padding(keep_BT, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay),
         initial_state_BHKV,

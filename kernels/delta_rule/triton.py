@@ -24,8 +24,11 @@ def delta_rule(
     l2norm_qk: bool,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `ltconvert.kernels.delta_rule.delta_rule`; padding holds zeros."""
+    """See `ltconvert.kernels.delta_rule.delta_rule`; padding holds zeros.
+
+    There is one chunk size (`kernels.limits`).
+    """
     return linear_attention(
         q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay, initial_state_BHKV, counts_BT,
-        scale=scale, l2norm_qk=l2norm_qk, chunk_size=chunk_size,
+        scale=scale, l2norm_qk=l2norm_qk,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from ltconvert.benchmarks.cases.draw import row_start
 from ltconvert.benchmarks.harness import measure
 from ltconvert.benchmarks.rows import PeerTime, Row, Target, brief, render, verdict
 from ltconvert.benchmarks.run import main
+from ltconvert.distill.compilation import compiled
 from ltconvert.kernels import dispatch
 
 CPU = torch.device("cpu")
@@ -259,9 +261,35 @@ def test_parity_of_the_reference_with_itself(module) -> None:
     assert not row.bad and row.parity.startswith("ok")
 
 
+def _toy_steps(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    size = ["--tiny", "--rows", "1", "--length", "16", "--steps", "1", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["step.py", *size, "--kernel", "reference", *options])
+    return step.main()
+
+
 def test_training_step_of_a_toy(monkeypatch, capsys) -> None:
-    options = ["--tiny", "--rows", "1", "--length", "16", "--steps", "1", "--device", "cpu"]
-    monkeypatch.setattr("sys.argv", ["step.py", *options, "--kernel", "reference"])
-    assert step.main() == 0
+    assert _toy_steps(monkeypatch) == 0
     table = capsys.readouterr().out
-    assert "| plain |" in table and "| reference |" in table
+    assert 0 < table.index("| reference |") < table.index("| plain |")
+
+
+def test_training_step_compiled(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(step, "compiled", partial(compiled, backend="aot_eager"))
+    assert _toy_steps(monkeypatch, "--compile", "layers") == 0
+    table = capsys.readouterr().out
+    assert 0 < table.index("| reference, layers compiled |") < table.index("| plain |")
+
+
+def test_training_step_that_does_not_compile_has_no_speed(monkeypatch, capsys) -> None:
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> None:
+        raise NotImplementedError("not on this machine")
+
+    monkeypatch.setattr(step, "compiled", partial(compiled, backend=backend))
+    assert _toy_steps(monkeypatch, "--compile", "layers", "--no-plain") == 1
+    found = capsys.readouterr().out
+    assert "| reference, layers compiled | failed: " in found and "not on this machine" in found
+
+
+def test_training_step_that_takes_too_long_is_a_row(monkeypatch, capsys) -> None:
+    assert _toy_steps(monkeypatch, "--limit", "0") == 1
+    assert capsys.readouterr().out.count("| failed: TimeLimit: no result within 0 s |") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,13 @@ def test_short_forms() -> None:
     assert [short_number(n) for n in (7, 41_234, 2_500_000, 3e9)] == ["7", "41.2k", "2.5M", "3.0G"]
     assert [short_time(s) for s in (4, 400, 3700, 90_000)] == ["4s", "6m40s", "1h01m", "1d1h"]
     assert describe_loss({"loss": 1.93421}) == "loss 1.934"
+
+
+def test_what_kernels_report_is_said_while_listened_to() -> None:
+    console, text = plain_console()
+    log, logger = RunLog(None, console), logging.getLogger("ltconvert.kernels.linear_kl.chunks")
+    with log.hearing("ltconvert.kernels"):
+        logger.info("%d tokens a chunk", 2048)
+        logger.debug("too small to say")
+    logger.info("after")
+    assert text.getvalue() == "2048 tokens a chunk\n"

@@ -99,7 +99,7 @@ def test_what_a_kernel_does_not_take_goes_to_the_reference_unless_asked_by_name(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     wide = torch.zeros(1, 1, 1, 300, device=CPU)
     narrow, beta = wide[..., :200], wide[..., 0]
-    limit = limits.of_linear_attention(wide, wide, narrow, None)
+    limit = limits.of_linear_attention(wide, wide, narrow, None, None)
     assert dispatch.choose("delta_rule", "auto", "cuda", limit) == (
         "reference",
         "widths go up to 256, got 300 (keys) and 200 (values)",
