@@ -17,7 +17,7 @@ from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import most_cost
 from ltconvert.distill.selection.result import Cost
 from ltconvert.distill.selection.short_training import short_settings
-from ltconvert.kernels.chunks import CHUNK_TOKENS
+from ltconvert.kernels.chunkwise.spans import CHUNK_TOKENS
 from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe
 
 # Share of a large matrix product's speed that a model is taken to reach; recurrences, norms and

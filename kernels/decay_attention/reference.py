@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ltconvert.kernels.chunks import (
+from ltconvert.kernels.chunkwise.decays import ScalarDecay, decays
+from ltconvert.kernels.chunkwise.spans import (
     CHUNK_TOKENS,
     arithmetic,
     bmm,
@@ -30,7 +31,6 @@ from ltconvert.kernels.chunks import (
     spans,
     to_chunks,
 )
-from ltconvert.kernels.decays import ScalarDecay, decays
 
 
 def decay_attention(

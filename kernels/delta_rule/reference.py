@@ -9,7 +9,7 @@ that token t writes (S_t = a_t S_{t-1} + k_t u_t^T), section 3.3 of arXiv 2412.0
     S' = d_C S + (L_C * K)^T U
 
 With a decay per key channel (section 3 of arXiv 2510.26692) G and d have the channels of K, and L
-stands inside the sums over them; `ltconvert.kernels.decays` has those products.
+stands inside the sums over them; `ltconvert.kernels.chunkwise.decays` has those products.
 
 Everything but the recurrence S -> S' is batched over chunks. The backward is written out: it keeps
 the inputs and each chunk's incoming state and recomputes the rest, so memory stays at a few times
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ltconvert.kernels.chunks import (
+from ltconvert.kernels.chunkwise.spans import (
     CHUNK_TOKENS,
     arithmetic,
     bmm,

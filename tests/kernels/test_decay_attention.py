@@ -7,7 +7,7 @@ import torch
 from recurrence_case import compare, make_inputs, recurrence, tokens
 from torch import Tensor
 
-from ltconvert.kernels import chunks
+from ltconvert.kernels.chunkwise import spans
 from ltconvert.kernels.decay_attention import decay_attention, decay_attention_step
 
 NAMES = ("q", "k", "v", "log_decay")
@@ -153,7 +153,7 @@ def test_steps_equal_the_chunked_form(fixed: bool) -> None:
 
 
 def test_spans_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "SPAN_ELEMENTS", 1)
+    monkeypatch.setattr(spans, "SPAN_ELEMENTS", 1)
     ids = torch.tensor([[0] * 30 + [1] * 70, [0] * 64 + [1] * 36])
     compare(chunked, inputs_of(100), segment_ids_BT=ids, chunk_size=16)
 

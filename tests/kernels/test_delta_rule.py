@@ -7,7 +7,7 @@ import torch
 from recurrence_case import NAMES, compare, make_inputs, recurrence, tokens
 from torch import Tensor
 
-from ltconvert.kernels import chunks
+from ltconvert.kernels.chunkwise import spans
 from ltconvert.kernels.delta_rule import delta_rule, delta_rule_step
 
 BOTH_DECAYS = pytest.mark.parametrize("decay", ["token", "channel"])
@@ -217,7 +217,7 @@ def test_steps_equal_the_chunked_form(l2norm: bool, decay: str | None) -> None:
 @BOTH_DECAYS
 def test_spans_change_nothing(monkeypatch: pytest.MonkeyPatch, decay: str) -> None:
     inputs = make_inputs(100, decay=decay)
-    monkeypatch.setattr(chunks, "SPAN_ELEMENTS", 1)
+    monkeypatch.setattr(spans, "SPAN_ELEMENTS", 1)
     ids = torch.tensor([[0] * 30 + [1] * 70, [0] * 64 + [1] * 36])
     compare(chunked, inputs, segment_ids_BT=ids, chunk_size=16)
 

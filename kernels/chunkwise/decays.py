@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ltconvert.kernels.chunks import bmm, dot, to_chunks
+from ltconvert.kernels.chunkwise.spans import bmm, dot, to_chunks
 
 LEAST_LOG_DECAY = -1000.0  # exp of it is 0 in fp64 as well; keeps -inf - -inf out
 
