@@ -77,7 +77,8 @@ class Shape:
     def _narrow(self) -> bool:
         """Whether 64 columns a program would leave processors idle or take too many registers.
 
-        Nothing in between: blocks of 32 columns gave wrong results on an H200 under Triton 3.6.
+        Nothing in between: at keys of 256, scans over 32 columns gave wrong results on an H200
+        under Triton 3.6.
         """
         programs = self.batch * self.heads * (self.value_padded // 64)
         return programs < 100 or self.key_padded > 128 or self.dtype == torch.float32
@@ -109,5 +110,5 @@ class Shape:
 
 
 def _padded(width: int) -> int:
-    # Blocks narrower than 64 gave wrong results on an H200 under Triton 3.6.
+    # Widths of 16 and 24, filled up to 16 and 32, gave wrong results on an H200 under Triton 3.6.
     return max(64, triton.next_power_of_2(width))

@@ -24,7 +24,7 @@ from ltconvert.kernels.chunkwise.tiles import (
 
 @triton.jit(do_not_specialize=["T", "N"])
 def output_kernel(
-    q_ptr, k_ptr, v_ptr, counts_ptr, sum_ptr, length_ptr, u_ptr, state_ptr, o_ptr,
+    q_ptr, k_ptr, v_ptr, counts_ptr, sum_ptr, k_factor_ptr, u_ptr, state_ptr, o_ptr,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
     v_stride_b, v_stride_t, v_stride_h,
     T, H, K, V, N, scale,
@@ -63,10 +63,12 @@ def output_kernel(
     into, _, _ = head_decays(sums, counts_ptr, b, chunk, T, C, PER_CHANNEL, SEGMENTS)
     factor = tl.full([C], scale, tl.float32)
     if L2NORM:
-        scores *= tl.load(length_ptr + index * C + i)[None, :]
+        scores *= tl.load(k_factor_ptr + index * C + i)[None, :]
         factor *= tl.rsqrt(squares + NORM_EPS)
     v_ptr += b * v_stride_b + start * v_stride_t + h * v_stride_h
     u = written(u_ptr, v_ptr, v_stride_t, index, columns, rows, V, C, VP, DELTA)
-    o = read * into[:, None] + tl.dot(scores.to(dtype), u, input_precision=PRECISION)
+    # Scaled before they are rounded: q . k may be beyond fp16 where the outputs are not.
+    scores *= factor[:, None]
+    o = read * (into * factor)[:, None] + tl.dot(scores.to(dtype), u, input_precision=PRECISION)
     o_ptr += ((b * T + start) * H + h) * V
-    save(o_ptr, o * factor[:, None], i, columns, H * V, rows, V)
+    save(o_ptr, o, i, columns, H * V, rows, V)

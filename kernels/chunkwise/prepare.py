@@ -89,7 +89,7 @@ def key_products(
 @triton.jit(do_not_specialize=["T", "N"])
 def prepare_kernel(
     k_ptr, v_ptr, beta_ptr, decay_ptr, counts_ptr,
-    sum_ptr, length_ptr, inverse_ptr, u_ptr, w_ptr,
+    sum_ptr, k_factor_ptr, inverse_ptr, u_ptr, w_ptr,
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
     T, H, K, V, N,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
@@ -113,13 +113,13 @@ def prepare_kernel(
             k_ptr, k_ptr, k_stride_t, k_stride_t, sum_ptr, rows, K,
             C, BK, KP, LEVELS, PER_CHANNEL, False, PRECISION,
         )  # fmt: skip
-        length = tl.full([C], 1.0, tl.float32)
+        k_factor = tl.full([C], 1.0, tl.float32)
         if L2NORM:
-            length = tl.rsqrt(squares + NORM_EPS)
-            tl.store(length_ptr + pid * C + i, length)
+            k_factor = tl.rsqrt(squares + NORM_EPS)
+            tl.store(k_factor_ptr + pid * C + i, k_factor)
         beta = tl.load(beta_ptr + (b * T + start + i) * H + h, mask=i < rows, other=0.0)
         decay = between(sum_ptr, counts_ptr, b, chunk, T, C, PER_CHANNEL, SEGMENTS)
-        a = products * decay * (beta * length)[:, None] * length[None, :]
+        a = products * decay * (beta * k_factor)[:, None] * k_factor[None, :]
         a = tl.where(i[:, None] > i[None, :], a, 0.0)
         # With unit keys and beta in [0, 2] no entry of the inverse is above 2: it holds products of
         # I - beta k k^T, whose norms are at most 1.
@@ -129,7 +129,7 @@ def prepare_kernel(
         into, _, _ = head_decays(sum_ptr, counts_ptr, b, chunk, T, C, PER_CHANNEL, SEGMENTS)
         # Row factors go onto R's columns in fp32: the tiles stay as they are, rounded once.
         r_v = (inverse * beta[None, :]).to(dtype)
-        r_k = (inverse * (beta * length * into)[None, :]).to(dtype)
+        r_k = (inverse * (beta * k_factor * into)[None, :]).to(dtype)
         v_ptr += b * v_stride_b + start * v_stride_t + h * v_stride_h
         for block in range(0, VP, BV):
             columns = block + tl.arange(0, BV)

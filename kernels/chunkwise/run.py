@@ -5,7 +5,6 @@ B batch, T tokens, H heads, K key width, V value width.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +66,7 @@ class States(NamedTuple):
     """What `_states` leaves for outputs and gradients; [B * H * chunks, ...], filled up."""
 
     sums: Tensor
-    length: Tensor | None
+    k_factor: Tensor | None
     inverse: Tensor | None
     u: Tensor | None
     w: Tensor | None
@@ -79,7 +78,7 @@ def _states(x: Inputs) -> States:
     """The first two kernels: everything up to each chunk's incoming state."""
     s, delta = x.shape, x.beta is not None
     cells = s.batch * s.heads * s.chunks
-    length = inverse = u = w = None
+    k_factor = inverse = u = w = None
     size = (cells, CHUNK_TOKENS, s.key_padded) if x.per_channel else (cells, CHUNK_TOKENS)
     fast = x.per_channel and x.q.dtype != torch.float32
     sums = x.q.new_empty(size, dtype=torch.float32 if fast else torch.float64)
@@ -88,9 +87,9 @@ def _states(x: Inputs) -> States:
         u = x.q.new_empty((cells, CHUNK_TOKENS, s.value_padded))
         w = x.q.new_empty((cells, CHUNK_TOKENS, s.key_padded))
         if x.l2norm:
-            length = x.q.new_empty((cells, CHUNK_TOKENS), dtype=torch.float32)
+            k_factor = x.q.new_empty((cells, CHUNK_TOKENS), dtype=torch.float32)
     prepare_kernel[(cells,)](
-        x.k, x.v, x.beta, x.decay, x.counts, sums, length, inverse, u, w,
+        x.k, x.v, x.beta, x.decay, x.counts, sums, k_factor, inverse, u, w,
         *x.k.stride()[:3], *x.v.stride()[:3],
         s.length, s.heads, s.key_width, s.value_width, s.chunks,
         **s.blocks, **x.flags, **s.precision, DELTA=delta,
@@ -100,25 +99,25 @@ def _states(x: Inputs) -> States:
     final = x.q.new_empty((s.batch, s.heads, s.key_width, s.value_width), dtype=torch.float32)
     blocks = s.scan_blocks
     scan_kernel[(s.batch * s.heads * (s.value_padded // blocks["BV"]),)](
-        x.k, x.v, x.counts, sums, length, u, w, x.initial, final, state,
+        x.k, x.v, x.counts, sums, k_factor, u, w, x.initial, final, state,
         *x.k.stride()[:3], *x.v.stride()[:3],
         s.length, s.heads, s.key_width, s.value_width, s.chunks,
         **blocks, **x.flags, **s.precision, DELTA=delta, INITIAL=x.initial is not None,
         **s.scan_launch,
     )  # fmt: skip
-    return States(sums, length, inverse, u, w, state, final)
+    return States(sums, k_factor, inverse, u, w, state, final)
 
 
 def forward(x: Inputs) -> tuple[Tensor, Tensor]:
     """(outputs [B, T, H, V], final state [B, H, K, V] fp32)."""
     s = x.shape
-    with on_device(x.q):
+    with torch.cuda.device_of(x.q):
         y = _states(x)
         o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
         blocks = s.blocks | {"BV": s.value_block}
         cells = s.batch * s.heads * s.chunks
         output_kernel[(cells * (s.value_padded // blocks["BV"]),)](
-            x.q, x.k, x.v, x.counts, y.sums, y.length, y.u, y.state, o,
+            x.q, x.k, x.v, x.counts, y.sums, y.k_factor, y.u, y.state, o,
             *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3],
             s.length, s.heads, s.key_width, s.value_width, s.chunks, x.scale,
             **blocks, **x.flags, **s.precision, DELTA=x.beta is not None,
@@ -131,11 +130,11 @@ def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]
     """Gradients of q, k, v, beta (None without one), decay and the initial state."""
     s, delta = x.shape, x.beta is not None
     do, dfinal = do.contiguous(), dfinal.contiguous()
-    sizes = (s.length, s.heads, s.key_width, s.value_width, s.chunks, x.scale)
+    sizes = (s.length, s.heads, s.key_width, s.value_width, s.chunks)
     cells = s.batch * s.heads * s.chunks
-    with on_device(x.q):
+    with torch.cuda.device_of(x.q):
         y = _states(x)
-        q_length = x.q.new_empty((cells, CHUNK_TOKENS), dtype=torch.float32) if x.l2norm else None
+        q_factor = x.q.new_empty((cells, CHUNK_TOKENS), dtype=torch.float32) if x.l2norm else None
         du = x.q.new_empty((cells, CHUNK_TOKENS, s.value_padded))
         dp = x.q.new_empty((cells, CHUNK_TOKENS, CHUNK_TOKENS))
         dq, dk, dv = (
@@ -144,32 +143,27 @@ def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]
         dbeta = None if x.beta is None else torch.empty_like(x.beta)
         ddecay = torch.empty_like(x.decay)
         read_gradient_kernel[(cells,)](
-            x.q, x.k, x.v, do, x.counts, y.sums, q_length, y.length, y.u, y.state,
+            x.q, x.k, x.v, do, x.counts, y.sums, q_factor, y.k_factor, y.u, y.state,
             du, dp, dq, ddecay,
-            *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *sizes,
+            *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *sizes, x.scale,
             **s.blocks, **x.flags, **s.precision, DELTA=delta, num_warps=4,
         )  # fmt: skip
         dstate = torch.empty_like(y.state)
         dinitial = torch.empty_like(y.final)
         blocks = s.scan_blocks
         reverse_scan_kernel[(s.batch * s.heads * (s.value_padded // blocks["BV"]),)](
-            x.q, x.k, do, x.counts, y.sums, q_length, y.length, y.w, du,
+            x.q, x.k, do, x.counts, y.sums, q_factor, y.k_factor, y.w, du,
             dfinal, dinitial, dstate,
-            *x.q.stride()[:3], *x.k.stride()[:3], *sizes,
+            *x.q.stride()[:3], *x.k.stride()[:3], *sizes, x.scale,
             **blocks, **x.flags, **s.precision, DELTA=delta, **s.reverse_launch,
         )  # fmt: skip
         write_gradient_kernel[(cells,)](
-            x.q, x.k, x.v, x.beta, x.counts, y.sums, q_length, y.length,
+            x.q, x.k, x.v, x.beta, x.counts, y.sums, y.k_factor,
             y.inverse, y.u, du, dp, y.state, dstate, dk, dv, dbeta, ddecay,
             *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *sizes,
             **s.write_launch, **x.flags, **s.precision, DELTA=delta,
         )  # fmt: skip
     return dq, dk, dv, dbeta, ddecay, dinitial
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Make the tensor's GPU current: Triton launches where the process last was."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 @torch.library.custom_op("ltconvert::chunkwise", mutates_args=())

@@ -20,7 +20,7 @@ from ltconvert.kernels.chunkwise.tiles import head_decays, sums_of, tile, tile_t
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_kernel(
-    k_ptr, v_ptr, counts_ptr, sum_ptr, length_ptr, u_ptr, w_ptr,
+    k_ptr, v_ptr, counts_ptr, sum_ptr, k_factor_ptr, u_ptr, w_ptr,
     initial_ptr, final_ptr, state_ptr,
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
     T, H, K, V, N,
@@ -51,7 +51,7 @@ def scan_kernel(
         sums = sums_of(sum_ptr, index, C, KP, PER_CHANNEL)
         _, out, through = head_decays(sums, counts_ptr, b, chunk, T, C, PER_CHANNEL, SEGMENTS)
         if L2NORM:
-            out *= tl.load(length_ptr + index * C + i)
+            out *= tl.load(k_factor_ptr + index * C + i)
         if DELTA:
             at_u = u_ptr + (index * C + i[:, None]) * VP + columns[None, :]
             w = tl.load(w_ptr + (index * C + i[:, None]) * KP + channels[None, :])
@@ -74,7 +74,7 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def reverse_scan_kernel(
-    q_ptr, k_ptr, do_ptr, counts_ptr, sum_ptr, q_length_ptr, length_ptr, w_ptr, du_ptr,
+    q_ptr, k_ptr, do_ptr, counts_ptr, sum_ptr, q_factor_ptr, k_factor_ptr, w_ptr, du_ptr,
     dfinal_ptr, dinitial_ptr, dstate_ptr,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
     T, H, K, V, N, scale,
@@ -89,8 +89,9 @@ def reverse_scan_kernel(
     b, h = bh // H, bh % H
     i, channels = tl.arange(0, C), tl.arange(0, KP)
     columns = first + tl.arange(0, BV)
-    q_ptr += b * q_stride_b + h * q_stride_h + (N - 1) * C * q_stride_t
-    k_ptr += b * k_stride_b + h * k_stride_h + (N - 1) * C * k_stride_t
+    last = (N - 1).to(tl.int64) * C
+    q_ptr += b * q_stride_b + h * q_stride_h + last * q_stride_t
+    k_ptr += b * k_stride_b + h * k_stride_h + last * k_stride_t
     do_ptr += ((b * T + (N - 1) * C) * H + h) * V
     inside = (channels[:, None] < K) & (columns[None, :] < V)
     at = channels[:, None] * V + columns[None, :]
@@ -104,10 +105,11 @@ def reverse_scan_kernel(
         tl.store(dstate_ptr + index * KP * VP + channels[:, None] * VP + columns[None, :], low)
         sums = sums_of(sum_ptr, index, C, KP, PER_CHANNEL)
         into, out, through = head_decays(sums, counts_ptr, b, chunk, T, C, PER_CHANNEL, SEGMENTS)
-        into *= scale
         if L2NORM:
-            into *= tl.load(q_length_ptr + index * C + i)
-            out *= tl.load(length_ptr + index * C + i)
+            into *= tl.load(q_factor_ptr + index * C + i)
+            out *= tl.load(k_factor_ptr + index * C + i)
+        else:
+            into *= scale
         q_t = tile_t(q_ptr, i, channels, q_stride_t, rows, K)
         k = tile(k_ptr, i, channels, k_stride_t, rows, K)
         if PER_CHANNEL:

@@ -23,7 +23,7 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
 def spans(x_BTHD: Tensor, chunk: int) -> list[slice]:
     """Ranges of tokens to work on at a time, each but the last a multiple of `chunk`."""
     batch, length, heads, width = x_BTHD.shape
-    tokens = max(1, SPAN_ELEMENTS // (batch * heads * width * chunk)) * chunk
+    tokens = max(1, SPAN_ELEMENTS // max(1, batch * heads * width * chunk)) * chunk
     return [slice(start, min(start + tokens, length)) for start in range(0, length, tokens)]
 
 
@@ -34,9 +34,10 @@ def to_chunks(x_BTHD: Tensor, span: slice, chunk: int, dtype: torch.dtype) -> Te
     length = x_BTHD.shape[1]
     if length % chunk:
         x_BTHD = F.pad(x_BTHD, (0, 0, 0, 0, 0, -length % chunk))
-    x_NBHCD = x_BTHD.reshape(batch, -1, chunk, heads, width).permute(1, 0, 3, 2, 4)
+    x_NBHCD = x_BTHD.reshape(batch, x_BTHD.shape[1] // chunk, chunk, heads, width)
+    x_NBHCD = x_NBHCD.permute(1, 0, 3, 2, 4)
     x_NBHCD = x_NBHCD.to(dtype, memory_format=torch.contiguous_format, copy=True)
-    return x_NBHCD.reshape(-1, batch * heads, chunk, width)
+    return x_NBHCD.reshape(len(x_NBHCD), batch * heads, chunk, width)
 
 
 def from_chunks(x_NRCD: Tensor, out_BTHD: Tensor, span: slice) -> None:

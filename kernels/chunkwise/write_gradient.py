@@ -86,12 +86,12 @@ def state_products(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def write_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, counts_ptr, sum_ptr, q_length_ptr, length_ptr,
+    q_ptr, k_ptr, v_ptr, beta_ptr, counts_ptr, sum_ptr, k_factor_ptr,
     inverse_ptr, u_ptr, du_ptr, dp_ptr, state_ptr, dstate_ptr,
     dk_ptr, dv_ptr, dbeta_ptr, dsum_ptr,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
     v_stride_b, v_stride_t, v_stride_h,
-    T, H, K, V, N, scale,
+    T, H, K, V, N,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
     LEVELS: tl.constexpr, DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SEGMENTS: tl.constexpr,
     L2NORM: tl.constexpr, PRECISION: tl.constexpr,
@@ -113,12 +113,10 @@ def write_gradient_kernel(
     sums = sums_of(sum_ptr, index, C, KP, PER_CHANNEL)
     dtype = k_ptr.dtype.element_ty
     into, out, through = head_decays(sums, counts_ptr, b, chunk, T, C, PER_CHANNEL, SEGMENTS)
-    q_length = tl.full([C], scale, tl.float32)
-    length = tl.full([C], 1.0, tl.float32)
+    k_factor = tl.full([C], 1.0, tl.float32)
     if L2NORM:
-        q_length *= tl.load(q_length_ptr + index * C + i)
-        length = tl.load(length_ptr + index * C + i)
-    beta = length
+        k_factor = tl.load(k_factor_ptr + index * C + i)
+    beta = k_factor
     inverse = 0.0
     if DELTA:
         beta = tl.load(beta_ptr + at_h, mask=i < rows, other=0.0)
@@ -151,7 +149,7 @@ def write_gradient_kernel(
             dk_end *= tl.exp((total[None, :] - here).to(tl.float32))
             kept_k *= tl.exp(total.to(tl.float32))
         k = tile(k_ptr, i, channels, k_stride_t, rows, K)
-        k_hat = k.to(tl.float32) * length[:, None]
+        k_hat = k.to(tl.float32) * k_factor[:, None]
         if not PER_CHANNEL:
             end_dot += tl.sum(k_hat * dk_end, axis=1)
             kept += tl.where(i == C - 1, tl.sum(kept_k, axis=0), 0.0)
@@ -163,7 +161,7 @@ def write_gradient_kernel(
             # dP holds q's factor already; da takes those of beta and k with it.
             dp_t = tl.load(at_p)
             own = tl.sum(tl.where(i[:, None] == i[None, :], dp_t.to(tl.float32), 0.0), axis=1)
-            dk = own[:, None] * q
+            dk = tl.zeros([C, BK], tl.float32)
             for level in tl.range(0, LEVELS, num_stages=1):
                 factor = level_factor(sums, channels, KP, level, C)
                 mask = level_mask(level, C)
@@ -171,10 +169,10 @@ def write_gradient_kernel(
                 low = tl.where(tl.trans(mask), dp_t, 0.0).to(dtype)
                 part = tl.dot(low, (q * factor).to(dtype), input_precision=PRECISION)
                 da_level = tl.where(mask, da, 0.0)
-                low = tl.trans((da_level * -(beta * length)[:, None]).to(dtype))
+                low = tl.trans((da_level * -(beta * k_factor)[:, None]).to(dtype))
                 part += tl.dot(low, k_low, input_precision=PRECISION)
                 dk += part * factor
-                low = (da_level * length[None, :]).to(dtype)
+                low = (da_level * k_factor[None, :]).to(dtype)
                 y += tl.dot(low, k_low, input_precision=PRECISION) * factor
             dk += dk_end
             dk_row = y * -beta[:, None]
@@ -185,19 +183,19 @@ def write_gradient_kernel(
             dsum += tl.where(i[:, None] == C - 1, leaving[None, :], 0.0)
             ddecay = tl.cumsum(dsum, axis=0, reverse=True)
             save(dsum_ptr + token * K, ddecay, i, channels, H * K, rows, K)
-            dk += dk_row
+            dk += dk_row + own[:, None] * q
         else:
             dk = dk_end + tl.dot(tl.load(at_p), q, input_precision=PRECISION)
             if DELTA:
-                low = tl.trans((da * -(beta * length)[:, None]).to(dtype))
+                low = tl.trans((da * -(beta * k_factor)[:, None]).to(dtype))
                 dk += tl.dot(low, k, input_precision=PRECISION)
-                low = (da * length[None, :]).to(dtype)
+                low = (da * k_factor[None, :]).to(dtype)
                 y += tl.dot(low, k, input_precision=PRECISION)
                 dk -= y * beta[:, None]
         k_dot += tl.sum(k_hat * dk, axis=1)
         if L2NORM and KP == BK:
             dk -= k_hat * k_dot[:, None]
-        save(dk_ptr, dk * length[:, None], i, channels, H * K, rows, K)
+        save(dk_ptr, dk * k_factor[:, None], i, channels, H * K, rows, K)
 
     returned = tl.zeros([C], tl.float32)
     if DELTA:
@@ -206,7 +204,7 @@ def write_gradient_kernel(
                 k_ptr, k_ptr, k_stride_t, k_stride_t, sums, rows, K,
                 C, BK, KP, LEVELS, PER_CHANNEL, False, PRECISION,
             )  # fmt: skip
-            pull = da * products * length[:, None] * length[None, :]
+            pull = da * products * k_factor[:, None] * k_factor[None, :]
             reads += tl.sum(pull, axis=1)
             returned = tl.sum(pull * beta[:, None], axis=0)
         tl.store(dbeta_ptr + at_h, dz_v - reads, mask=i < rows)
@@ -217,4 +215,4 @@ def write_gradient_kernel(
         dsum += tl.where(i == C - 1, tl.sum(end_dot, axis=0), 0.0) + kept * through
         tl.store(dsum_ptr + at_h, tl.cumsum(dsum, axis=0, reverse=True), mask=i < rows)
     if L2NORM and KP > BK:
-        finish(k_ptr, dk_ptr, k_dot, length, k_stride_t, H, rows, K, C, BK, KP)
+        finish(k_ptr, dk_ptr, k_dot, k_factor, k_stride_t, H, rows, K, C, BK, KP)

@@ -12,12 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ltconvert.kernels import dispatch, limits
-from ltconvert.kernels.segments import (
-    check_token_grid,
-    clear_padding,
-    padding_mask,
-    segment_counts,
-)
+from ltconvert.kernels.chunkwise.arguments import check_sequence, check_step
+from ltconvert.kernels.segments import clear_padding, padding_mask, segment_counts
 
 
 def decay_attention(
@@ -54,32 +50,16 @@ def decay_attention(
     Differentiable in every floating input. Autocast does not reach inside.
     Raises ValueError on shapes that do not fit together.
     """
-    if q_BTHK.dim() != 4 or k_BTHK.shape != q_BTHK.shape:
-        raise ValueError(
-            "q and k must both be [batch, tokens, heads, key width], got "
-            f"{list(q_BTHK.shape)} and {list(k_BTHK.shape)}"
-        )
-    batch, length, heads, key_width = q_BTHK.shape
-    if v_BTHV.dim() != 4 or v_BTHV.shape[:-1] != q_BTHK.shape[:-1]:
-        raise ValueError(
-            f"v must be [batch, tokens, heads, value width] with the first three of q "
-            f"{list(q_BTHK.shape[:-1])}, got {list(v_BTHV.shape)} (repeat shared heads beforehand)"
-        )
-    if length == 0:
-        raise ValueError("decay_attention needs at least one token, got a sequence of length 0")
-    _check_state("initial_state", initial_state_BHKV, (batch, heads, key_width, v_BTHV.shape[-1]))
-    check_token_grid("segment_ids", segment_ids_BT, batch, length)
-    check_token_grid("keep", keep_BT, batch, length)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    grids = {"segment_ids": segment_ids_BT, "keep": keep_BT}
+    check_sequence("decay_attention", q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, grids, chunk_size)
     keep_BT = padding_mask(keep_BT)
-    log_decay_BTH = _each_token(log_decay, (batch, length, heads))
+    log_decay_BTH = _each_token(log_decay, tuple(q_BTHK.shape[:-1]))
     limit = limits.of_linear_attention(q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, chunk_size)
     return dispatch.implementation("decay_attention", q_BTHK.device, limit).decay_attention(
         *clear_padding(keep_BT, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH),
         initial_state_BHKV,
         segment_counts(segment_ids_BT, keep_BT),
-        scale=key_width**-0.5 if scale is None else scale,
+        scale=q_BTHK.shape[-1] ** -0.5 if scale is None else scale,
         chunk_size=chunk_size,
     )
 
@@ -98,20 +78,14 @@ def decay_attention_step(
     Same formula, dtypes and defaults as `decay_attention`, log_decay [B, H] or [H]; `state_BHKV`
     is not changed. Raises ValueError on shapes that do not fit together.
     """
-    if q_BHK.dim() != 3 or k_BHK.shape != q_BHK.shape or v_BHV.shape[:-1] != q_BHK.shape[:-1]:
-        raise ValueError(
-            "q and k must be [batch, heads, key width] and v [batch, heads, value width], got "
-            f"{list(q_BHK.shape)}, {list(k_BHK.shape)} and {list(v_BHV.shape)}"
-        )
-    batch, heads, key_width = q_BHK.shape
-    _check_state("state", state_BHKV, (batch, heads, key_width, v_BHV.shape[-1]))
+    check_step(q_BHK, k_BHK, v_BHV, state_BHKV)
     return dispatch.implementation("decay_attention", q_BHK.device).decay_attention_step(
         q_BHK,
         k_BHK,
         v_BHV,
-        _each_token(log_decay, (batch, heads)),
+        _each_token(log_decay, tuple(q_BHK.shape[:-1])),
         state_BHKV,
-        scale=key_width**-0.5 if scale is None else scale,
+        scale=q_BHK.shape[-1] ** -0.5 if scale is None else scale,
     )
 
 
@@ -123,11 +97,3 @@ def _each_token(log_decay: Tensor, shape: tuple[int, ...]) -> Tensor:
             f"got {list(log_decay.shape)}"
         )
     return log_decay.expand(shape)
-
-
-def _check_state(name: str, state_BHKV: Tensor | None, shape: tuple[int, ...]) -> None:
-    if state_BHKV is not None and tuple(state_BHKV.shape) != shape:
-        raise ValueError(
-            f"{name} must be [batch, heads, key width, value width] = {list(shape)}, "
-            f"got {list(state_BHKV.shape)}"
-        )

@@ -12,12 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ltconvert.kernels import dispatch, limits
-from ltconvert.kernels.segments import (
-    check_token_grid,
-    clear_padding,
-    padding_mask,
-    segment_counts,
-)
+from ltconvert.kernels.chunkwise.arguments import check_sequence, check_step
+from ltconvert.kernels.segments import clear_padding, padding_mask, segment_counts
 
 
 def delta_rule(
@@ -57,20 +53,16 @@ def delta_rule(
     Differentiable in every floating input. Autocast does not reach inside.
     Raises ValueError on shapes that do not fit together.
     """
-    batch, length, heads, key_width = _check_sequence(q_BTHK, k_BTHK, v_BTHV, beta_BTH)
-    _check_log_decay(log_decay, q_BTHK)
-    _check_state("initial_state", initial_state_BHKV, (batch, heads, key_width, v_BTHV.shape[-1]))
-    check_token_grid("segment_ids", segment_ids_BT, batch, length)
-    check_token_grid("keep", keep_BT, batch, length)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    grids = {"segment_ids": segment_ids_BT, "keep": keep_BT}
+    check_sequence("delta_rule", q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, grids, chunk_size)
+    _check_rates(q_BTHK, beta_BTH, log_decay)
     keep_BT = padding_mask(keep_BT)
     limit = limits.of_linear_attention(q_BTHK, k_BTHK, v_BTHV, log_decay, chunk_size)
     return dispatch.implementation("delta_rule", q_BTHK.device, limit).delta_rule(
         *clear_padding(keep_BT, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay),
         initial_state_BHKV,
         segment_counts(segment_ids_BT, keep_BT),
-        scale=key_width**-0.5 if scale is None else scale,
+        scale=q_BTHK.shape[-1] ** -0.5 if scale is None else scale,
         l2norm_qk=l2norm_qk,
         chunk_size=chunk_size,
     )
@@ -93,18 +85,8 @@ def delta_rule_step(
     is not changed.
     Raises ValueError on shapes that do not fit together.
     """
-    batch, heads, key_width = q_BHK.shape
-    if k_BHK.shape != q_BHK.shape or v_BHV.shape[:-1] != (batch, heads):
-        raise ValueError(
-            "q and k must be [batch, heads, key width] and v [batch, heads, value width], got "
-            f"{list(q_BHK.shape)}, {list(k_BHK.shape)} and {list(v_BHV.shape)}"
-        )
-    if tuple(beta_BH.shape) != (batch, heads):
-        raise ValueError(
-            f"beta must be [batch, heads] = [{batch}, {heads}], got {list(beta_BH.shape)}"
-        )
-    _check_log_decay(log_decay, q_BHK)
-    _check_state("state", state_BHKV, (batch, heads, key_width, v_BHV.shape[-1]))
+    check_step(q_BHK, k_BHK, v_BHV, state_BHKV)
+    _check_rates(q_BHK, beta_BH, log_decay)
     return dispatch.implementation("delta_rule", q_BHK.device).delta_rule_step(
         q_BHK,
         k_BHK,
@@ -112,46 +94,18 @@ def delta_rule_step(
         beta_BH,
         log_decay,
         state_BHKV,
-        scale=key_width**-0.5 if scale is None else scale,
+        scale=q_BHK.shape[-1] ** -0.5 if scale is None else scale,
         l2norm_qk=l2norm_qk,
     )
 
 
-def _check_sequence(
-    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, beta_BTH: Tensor
-) -> tuple[int, int, int, int]:
-    if q_BTHK.dim() != 4 or k_BTHK.shape != q_BTHK.shape:
+def _check_rates(q: Tensor, beta: Tensor, log_decay: Tensor | None) -> None:
+    if beta.shape != q.shape[:-1]:
         raise ValueError(
-            "q and k must both be [batch, tokens, heads, key width], got "
-            f"{list(q_BTHK.shape)} and {list(k_BTHK.shape)}"
+            f"beta must be {list(q.shape[:-1])}, as q without its last axis, got {list(beta.shape)}"
         )
-    if v_BTHV.dim() != 4 or v_BTHV.shape[:-1] != q_BTHK.shape[:-1]:
-        raise ValueError(
-            f"v must be [batch, tokens, heads, value width] with the first three of q "
-            f"{list(q_BTHK.shape[:-1])}, got {list(v_BTHV.shape)} (repeat kv heads beforehand)"
-        )
-    if beta_BTH.shape != q_BTHK.shape[:-1]:
-        raise ValueError(
-            f"beta must be [batch, tokens, heads] = {list(q_BTHK.shape[:-1])}, "
-            f"got {list(beta_BTH.shape)}"
-        )
-    if q_BTHK.shape[1] == 0:
-        raise ValueError("delta_rule needs at least one token, got a sequence of length 0")
-    batch, length, heads, key_width = q_BTHK.shape
-    return batch, length, heads, key_width
-
-
-def _check_log_decay(log_decay: Tensor | None, q: Tensor) -> None:
     if log_decay is not None and log_decay.shape not in (q.shape[:-1], q.shape):
         raise ValueError(
             f"log_decay must have beta's shape {list(q.shape[:-1])}, or q's {list(q.shape)} for a "
             f"decay of each key channel, got {list(log_decay.shape)}"
-        )
-
-
-def _check_state(name: str, state_BHKV: Tensor | None, shape: tuple[int, ...]) -> None:
-    if state_BHKV is not None and tuple(state_BHKV.shape) != shape:
-        raise ValueError(
-            f"{name} must be [batch, heads, key width, value width] = {list(shape)}, "
-            f"got {list(state_BHKV.shape)}"
         )

@@ -46,7 +46,8 @@ def linear_kl(
         temperature, divergence, beta, kl_weight, ce_weight, student_softcap, teacher_softcap,
         reduction,
     )  # fmt: skip
-    with torch.autocast(student_ND.device.type, enabled=False):
+    device = student_ND.device.type
+    with torch.cuda.device_of(student_ND), torch.autocast(device, enabled=False):
         if mask_N is not None:
             mask_N = mask_N.bool()
             # A gradient of 0 times a hidden state that is NaN would reach the head's.
@@ -149,9 +150,9 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
         factor, *saved = ctx.saved_tensors
         for index, (grad, dtype) in enumerate(zip(saved, ctx.dtypes, strict=True)):
             if ctx.needs[index]:
-                # One pass: neither a product in fp32 nor a second rounding on the way.
+                # One pass; in fp32, as a product in fp16 underflows where the result would not.
                 scaled = torch.empty_like(grad, dtype=dtype)
-                grads[index] = torch.mul(grad, grad_loss * factor, out=scaled)
+                grads[index] = torch.mul(grad.float(), grad_loss * factor, out=scaled)
     return *grads, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
@@ -176,7 +177,8 @@ def linear_scores(
     size = chunk_size(chunk_tokens, tokens, vocab, token_bytes, student_ND.device)
     values_3N = student_ND.new_empty((3, tokens), dtype=torch.float32)
     agree_N = student_ND.new_empty(tokens, dtype=torch.bool)
-    with torch.autocast(student_ND.device.type, enabled=False):
+    device = student_ND.device.type
+    with torch.cuda.device_of(student_ND), torch.autocast(device, enabled=False):
         student = Logits(student_ND, student_head_VD, matmul, size)
         teacher = Logits(teacher_NE, teacher_head_VE, matmul, size)
         caps = student_softcap, teacher_softcap

@@ -92,5 +92,5 @@ def _rows(x: Tensor, weight: Tensor) -> Tensor:
 def _plan(pass_name: str, rows: int, width: int) -> tuple[int, int, int]:
     """(rows of a tile, its width, warps): a bounded number of elements, less for few rows."""
     block = triton.next_power_of_2(width)
-    tile = min(max(1, ELEMENTS[pass_name] // block), triton.next_power_of_2(rows))
+    tile = min(max(1, ELEMENTS[pass_name] // block), triton.next_power_of_2(max(1, rows)))
     return tile, block, max(1, min(4, tile * block // 256))

@@ -36,6 +36,8 @@ def short_conv(
         ValueError: shapes that do not fit together.
     """
     batch, length, channels = x_BTD.shape
+    if length == 0:
+        raise ValueError("short_conv needs at least one token, got a sequence of length 0")
     if weight_DW.dim() != 2 or weight_DW.shape[0] != channels or weight_DW.shape[1] < 2:
         raise ValueError(
             f"weight must be [channels, taps] = [{channels}, 2 or more], "

@@ -108,7 +108,7 @@ def _blocks(
     small = source_BSD.device.type == "cpu" and not torch.compiler.is_compiling()
     if small:
         room = BLOCK_ELEMENTS * torch.get_num_threads()
-        step = min(length, max(1, room // (batch * channels)))
+        step = min(length, max(1, room // max(1, batch * channels)))
     work = torch.promote_types(source_BSD.dtype, torch.float32)
     taps_WD = weight_DW.t().to(work).contiguous()
     for start in range(0, length, step):

@@ -175,7 +175,7 @@ def test_low_precision_inputs_compute_in_fp32_also_under_autocast() -> None:
     ("change", "message"),
     [
         ({"k": torch.zeros(2, 10, 2, 4)}, "q and k must both be"),
-        ({"v": torch.zeros(2, 10, 1, 5)}, "repeat shared heads"),
+        ({"v": torch.zeros(2, 10, 1, 5)}, "repeat kv heads"),
         ({"log_decay": torch.zeros(2, 10, 2, 8)}, r"log_decay must be \[2, 10, 2\], or \[2\]"),
         ({"initial_state_BHKV": torch.zeros(2, 2, 5, 8)}, "initial_state must be"),
     ],

@@ -292,7 +292,7 @@ def test_wrong_shapes_of_a_step_are_named() -> None:
     inputs = make_inputs(1)
     q, k, v, beta, log_decay = (inputs[n][:, 0] for n in NAMES[:5])
     state = inputs["initial_state_BHKV"]
-    with pytest.raises(ValueError, match=r"beta must be \[batch, heads\] = \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"beta must be \[2, 2\]"):
         delta_rule_step(q, k, v, q, log_decay, state)
     with pytest.raises(ValueError, match=r"log_decay must have beta's shape \[2, 2\], or q's"):
         delta_rule_step(q, k, v, beta, v, state)
