@@ -10,11 +10,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test install install-test install-dev check format typecheck docs wheel clean
+.PHONY: help demo test test-gpu benchmark install install-test install-dev check format typecheck docs wheel clean
 
 help:
 	@echo "make demo       convert the packaged SmolLM2-135M into a hybrid; the report lies in $(DEMO_OUT)"
 	@echo "make test       install and run the tests"
+	@echo "make test-gpu   the kernels' tests, the long ones too (a GPU)"
+	@echo "make benchmark  speed of the kernels beside what else there is (a GPU)"
 	@echo "make check      ruff, mypy and the tests"
 	@echo "make docs       write docs/recipes.md from the schema"
 	@echo "make wheel      build a wheel into dist/"
@@ -26,6 +28,15 @@ demo: $(VENV)/.with-teacher
 
 test: $(VENV)/.with-test
 	$(BIN)/python -P -m pytest $(PYTEST_ARGS)
+
+# A process a file: after an illegal access nothing else runs in one.
+test-gpu: $(VENV)/.with-test
+	for file in tests/kernels/test_*.py; do \
+		$(BIN)/python -P -m pytest $(PYTEST_ARGS) -m "" $$file || failed=1; \
+	done; exit $${failed:-0}
+
+benchmark: $(VENV)/.with-ltconvert
+	$(BIN)/python -P benchmarks/run.py
 
 install: $(VENV)/.with-ltconvert
 install-test: $(VENV)/.with-test
