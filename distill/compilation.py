@@ -7,7 +7,7 @@ layers there are, so that the first step is not long in coming. Nothing of a mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, cast
@@ -16,6 +16,7 @@ import torch
 
 from ltconvert.distill.objective import F, Objective
 from ltconvert.errors import first_line
+from ltconvert.kernels import dispatch
 from ltconvert.recipes.schema import CompileSetting
 
 LEAST_STEPS = 200  # compiling takes about as long as so many steps of a small model save
@@ -50,28 +51,43 @@ def choose(setting: CompileSetting, device: torch.device, steps: int) -> Choice:
 
 
 class Region:
-    """A function that is compiled when it is first called, and plain after compiling failed.
+    """A function of a layer, compiled; once that fails, plain for layers it had not worked for yet.
+
+    A layer that ran compiled goes on so: where activations are computed again in the backward pass,
+    both passes have to run the same way.
 
     Args:
-        failed: told once, in a line, what went wrong.
+        failed: told in a line what went wrong.
         options: of ``torch.compile``.
     """
 
     def __init__(
         self, function: Callable[..., Any], failed: Callable[[str], None], **options: Any
     ) -> None:
-        self._plain, self._failed = function, failed
+        self._plain, self._say_failed = function, failed
         self._compiled = torch.compile(function, dynamic=False, **options)
+        self._works_for: set[int] = set()  # ids of layers
+        self._failed = False
 
-    def __call__(self, *arguments: Any) -> Any:
-        if self._compiled is self._plain:
-            return self._plain(*arguments)
+    def __call__(self, layer: torch.nn.Module, *arguments: Any) -> Any:
+        if self._failed and id(layer) not in self._works_for:
+            return self._plain(layer, *arguments)
         try:
-            return self._compiled(*arguments)
+            result = self._compiled(layer, *arguments)
         except torch._dynamo.exc.TorchDynamoException as error:
-            self._compiled = self._plain
-            self._failed(first_line(getattr(error, "inner_exception", error)))
-            return self._plain(*arguments)
+            self._failed = True
+            self._works_for.discard(id(layer))
+            self._say_failed(_reason(error))
+            return self._plain(layer, *arguments)
+        self._works_for.add(id(layer))
+        return result
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what went wrong; of an error in tracing also what it was about."""
+    error = getattr(error, "inner_exception", error)
+    context = [x.strip() for x in str(error).splitlines() if "Developer debug context:" in x]
+    return "; ".join([first_line(error), *context[:1]])
 
 
 @contextmanager
@@ -95,12 +111,22 @@ def compiled(
         return cast(F, Region(function, failed, **options))
 
     torch._dynamo.reset()  # what an earlier stage compiled is of no use to this one
-    with torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS):
+    dispatch.preload()
+    with torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS), _backward_at_once():
         objective.compile_with(region)
         try:
             yield
         finally:
             objective.compile_with(_as_it_is)
+
+
+def _backward_at_once() -> AbstractContextManager[Any]:
+    """Compile backward passes with the forward ones, where their failures are met, too."""
+    import torch._functorch.config as config
+
+    if not hasattr(config, "force_non_lazy_backward_lowering"):  # before some release of PyTorch
+        return nullcontext()
+    return config.patch(force_non_lazy_backward_lowering=True)
 
 
 def _as_it_is(function: F, /) -> F:

@@ -40,6 +40,6 @@ class Gradients:
 
         For numbers that are read later than this step's update: weights stay those before it.
         """
-        bad = (~torch.isfinite(loss + norm)).float()
+        bad = 1.0 - (torch.isfinite(loss) & torch.isfinite(norm)).float()
         self._broken = bad if self._broken is None else torch.maximum(self._broken, bad)
         self._optimizer.found_inf = self._broken  # type: ignore[attr-defined]  # as GradScaler does

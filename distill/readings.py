@@ -45,7 +45,7 @@ class Readings:
 
     def put(self, step: int, lr: float, names: Sequence[str], values: Tensor) -> None:
         """Send for the numbers of a step, a tensor [len(names)]."""
-        host, copied = values.to("cpu", non_blocking=True), None
+        host, copied = values.to("cpu", non_blocking=values.is_cuda), None
         if values.is_cuda:
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(values.device))

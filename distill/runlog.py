@@ -94,13 +94,14 @@ class RunLog:
     def hearing(self, logger: str) -> Iterator[None]:
         """Say what a logger of that name, or below it, reports at INFO and above."""
         source, ear = logging.getLogger(logger), _Ear(self)
-        before, source.level = source.level, logging.INFO
+        before = source.level
+        source.setLevel(logging.INFO)
         source.addHandler(ear)
         try:
             yield
         finally:
             source.removeHandler(ear)
-            source.level = before
+            source.setLevel(before)
 
     def close(self) -> None:
         """Close the metrics file; a later `metrics` opens it again."""

@@ -99,6 +99,10 @@ def train(
         return _Loop(run).train(request)
 
 
+class _NotFinite(UserError):
+    """A loss or gradient that is no number."""
+
+
 class _Loop:
     """The parts that change while `train` runs."""
 
@@ -150,9 +154,9 @@ class _Loop:
             begun = time.monotonic()
             try:
                 self._step(request)
-            except UserError:
+            except _NotFinite:
                 raise
-            except Exception:  # an objective may end the loop: what it has finished counts
+            except Exception:  # a stream or an objective may end the loop: what is done counts
                 self._read(everything=True)
                 raise
             state.step += 1
@@ -232,7 +236,7 @@ class _Loop:
         for reading in self.readings.take(everything=everything):
             loss, norm = reading.values["loss"], reading.values[NORM]
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise UserError(self._diagnosis(reading))
+                raise _NotFinite(self._diagnosis(reading))
             if self.wish is None and reading.values[_STOP] > 0:
                 self.wish = reading.step
             self._note(reading)

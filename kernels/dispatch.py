@@ -102,6 +102,14 @@ def implementation(op: str, device: torch.device, limit: str | None = None) -> M
     return sys.modules[_imported(f"{__package__}.{op}.{backend}")]
 
 
+def preload() -> None:
+    """Import every backend: while a graph is traced, an import comes too late for the tracer."""
+    for op, backends in OPS.items():
+        for backend in backends:
+            if backend != "triton" or importlib.util.find_spec("triton") is not None:
+                _imported(f"{__package__}.{op}.{backend}")
+
+
 @torch.compiler.assume_constant_result
 def _imported(name: str) -> str:
     """`name`, imported; apart because a graph cannot trace an import."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from helpers import scatter, tiny_model, tiny_spec, tokens
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ltconvert.convert.students.blocks import run_layer
@@ -25,6 +31,10 @@ from ltconvert.recipes.schema import LogitsSettings
 
 MIXERS = ["gdn", "full", "window", "gdn", "full", "window"]
 ON = Choice(True, "a test")
+
+
+def fail(reason: str) -> None:
+    raise AssertionError(reason)
 
 
 def packed(length: int = 16) -> Batch:
@@ -94,7 +104,7 @@ def test_the_same_step_and_no_break_in_a_layer(
     with dispatch.use(kernel):
         expected = step(objective)
         counter = CompileCounterWithBackend("aot_eager")
-        with compiled(objective, ON, print, backend=counter, fullgraph=True):
+        with compiled(objective, ON, fail, backend=counter, fullgraph=True):
             check_same(step(objective), expected)
             makes = counter.frame_count
             check_same(step(objective), expected)
@@ -110,7 +120,7 @@ def test_the_same_step_and_no_break_in_a_layer(
 def test_under_autocast() -> None:
     objective = logits("llama")
     expected = step(objective, bf16=True)
-    with compiled(objective, ON, print, backend="aot_eager", fullgraph=True):
+    with compiled(objective, ON, fail, backend="aot_eager", fullgraph=True):
         found = step(objective, bf16=True)
     torch.testing.assert_close(found["loss"], expected["loss"], rtol=0.02, atol=0.0)
 
@@ -123,7 +133,7 @@ def test_parked_mixers_come_back_into_the_same_graphs(tmp_path: Any) -> None:
     parking.fetch([0])
     counter = CompileCounterWithBackend("aot_eager")
     objective = AlignObjective(teacher, student, [0])
-    with compiled(objective, ON, print, backend=counter, fullgraph=True):
+    with compiled(objective, ON, fail, backend=counter, fullgraph=True):
         check_same(step(objective), expected)
         parking.leave([0])
         parking.fetch([0])
@@ -142,6 +152,55 @@ def test_a_compiler_that_fails_is_told_of_once_and_done_without() -> None:
         check_same(step(objective), expected)
     assert len(said) == 1 and "\n" not in said[0]
     assert "going on without" in said[0] and "no such compiler" in said[0]
+
+
+@pytest.mark.parametrize("graph", [1, 3, 4])
+def test_layers_that_fail_to_compile_do_without_where_activations_are_recomputed(
+    graph: int,
+) -> None:
+    """Layers that ran compiled before stay so: the backward pass computes them again."""
+    graphs = iter(range(1, 100))
+
+    def breaks_once(module: Any, inputs: Any) -> Any:
+        if next(graphs) == graph:
+            raise RuntimeError("no such kernel")
+        return aot_eager(module, inputs)
+
+    objective = logits("qwen3")
+    assert objective.module.model.gradient_checkpointing
+    expected, said = step(objective), []
+    with compiled(objective, ON, said.append, backend=breaks_once):
+        check_same(step(objective), expected)
+        check_same(step(objective), expected)
+    assert len(said) == 1
+
+
+def test_a_backward_pass_that_fails_to_compile_is_done_without() -> None:
+    def broken(module: Any, inputs: Any) -> Any:
+        raise RuntimeError("no backward kernel")
+
+    backend = aot_autograd(fw_compiler=lambda m, _: make_boxed_func(m), bw_compiler=broken)
+    objective = logits("llama")
+    expected, said = step(objective), []
+    with compiled(objective, ON, said.append, backend=backend):
+        check_same(step(objective), expected)
+    assert len(said) == 1 and "no backward kernel" in said[0]
+
+
+def test_a_process_that_has_run_nothing_yet_compiles_whole_layers() -> None:
+    """No op has been imported before the first graph is traced."""
+    here = Path(__file__).parent
+    lines = [
+        "import sys",
+        f"sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]",
+        "import test_compilation as t",
+        "objective = t.logits('llama')",
+        "with t.compiled(objective, t.ON, t.fail, backend='aot_eager', fullgraph=True):",
+        "    t.step(objective)",
+    ]
+    command = [sys.executable, "-P", "-c", "\n".join(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,7 @@ def test_short_forms() -> None:
 def test_what_kernels_report_is_said_while_listened_to() -> None:
     console, text = plain_console()
     log, logger = RunLog(None, console), logging.getLogger("ltconvert.kernels.linear_kl.chunks")
+    assert not logger.isEnabledFor(logging.INFO)  # asked before: the answer is cached
     with log.hearing("ltconvert.kernels"):
         logger.info("%d tokens a chunk", 2048)
         logger.debug("too small to say")
