@@ -88,6 +88,7 @@ def plan(
     from ltconvert.distill.planning.render import render_plan
 
     device = session.device()
+    session.choose_kernels(device)
     precision, _ = session.precision(device)
     spec, _ = describe_teacher(teacher_name, revision=revision)
     made = planning.plan(

@@ -96,9 +96,14 @@ def use(requested: str = "auto", **per_op: str) -> Iterator[None]:
         _requests = before
 
 
+def asked_for(op: str) -> str:
+    """The backend that this process asks for `op`: `auto`, or a name."""
+    return _requests.backend(op)
+
+
 def implementation(op: str, device: torch.device, limit: str | None = None) -> ModuleType:
     """The module that runs `op` on `device` under the process's default; `limit` as in `choose`."""
-    backend, _ = choose(op, _requests.backend(op), device, limit)
+    backend, _ = choose(op, asked_for(op), device, limit)
     return sys.modules[_imported(f"{__package__}.{op}.{backend}")]
 
 

@@ -123,7 +123,7 @@ def _train(
 
 def _chunk(vocab: int, tokens: int, precision: str, device: str) -> int:
     """Logits of both models that stand in memory at a time."""
-    backend, _ = dispatch.choose("linear_kl", "auto", device)
+    backend, _ = dispatch.choose("linear_kl", dispatch.asked_for("linear_kl"), device)
     if backend == "reference":
         return _CHUNK_COPIES * CHUNK_BYTES
     itemsize = BF16 if precision == "bf16" else FP32

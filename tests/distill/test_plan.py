@@ -109,6 +109,8 @@ def test_logits_on_a_gpu_are_two_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPa
     assert logits("fp32", "cuda") == 2 * 2048 * 49152 * 4
     monkeypatch.undo()
     assert logits("bf16", "cpu") == logits("fp32", "cpu") > 0
+    with dispatch.use(linear_kl="reference"):
+        assert logits("bf16", "cuda") == logits("bf16", "cpu")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
