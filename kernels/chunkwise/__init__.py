@@ -5,3 +5,5 @@ the kernels; its ``linear_attention`` is the differentiable op over them. Forwar
 `scan`, `output`. Backwards, with nothing but the inputs kept in between: `prepare` and `scan`
 again, `read_gradient`, the reverse scan, `write_gradient`.
 """
+
+NORM_EPS = 1e-6  # added to the squared lengths of q and k

@@ -33,6 +33,16 @@ class Shape:
         return triton.cdiv(self.length, CHUNK_TOKENS)
 
     @property
+    def cells(self) -> int:
+        """Chunks of all rows and heads."""
+        return self.batch * self.heads * self.chunks
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """T, H, K, V and N of every kernel."""
+        return self.length, self.heads, self.key_width, self.value_width, self.chunks
+
+    @property
     def key_padded(self) -> int:
         """Key width up to whole blocks."""
         return _padded(self.key_width)
@@ -60,6 +70,11 @@ class Shape:
         """Constants of the kernels that walk from chunk to chunk."""
         block = 16 if self._narrow else 64
         return {"C": CHUNK_TOKENS, "KP": self.key_padded, "VP": self.value_padded, "BV": block}
+
+    @property
+    def scan_programs(self) -> int:
+        """A program for each row, head and block of columns."""
+        return self.batch * self.heads * (self.value_padded // self.scan_blocks["BV"])
 
     @property
     def scan_launch(self) -> dict[str, int]:

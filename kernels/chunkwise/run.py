@@ -56,6 +56,7 @@ class Inputs(NamedTuple):
     def flags(self) -> dict[str, Any]:
         """The kernels' compile-time switches."""
         return {
+            "DELTA": self.beta is not None,
             "PER_CHANNEL": self.per_channel,
             "SEGMENTS": self.counts is not None,
             "L2NORM": self.l2norm,
@@ -76,13 +77,13 @@ class States(NamedTuple):
 
 def _states(x: Inputs) -> States:
     """The first two kernels: everything up to each chunk's incoming state."""
-    s, delta = x.shape, x.beta is not None
-    cells = s.batch * s.heads * s.chunks
+    s = x.shape
+    cells = s.cells
     k_factor = inverse = u = w = None
     size = (cells, CHUNK_TOKENS, s.key_padded) if x.per_channel else (cells, CHUNK_TOKENS)
     fast = x.per_channel and x.q.dtype != torch.float32
     sums = x.q.new_empty(size, dtype=torch.float32 if fast else torch.float64)
-    if delta:
+    if x.beta is not None:
         inverse = x.q.new_empty((cells, CHUNK_TOKENS, CHUNK_TOKENS))
         u = x.q.new_empty((cells, CHUNK_TOKENS, s.value_padded))
         w = x.q.new_empty((cells, CHUNK_TOKENS, s.key_padded))
@@ -91,18 +92,14 @@ def _states(x: Inputs) -> States:
     prepare_kernel[(cells,)](
         x.k, x.v, x.beta, x.decay, x.counts, sums, k_factor, inverse, u, w,
         *x.k.stride()[:3], *x.v.stride()[:3],
-        s.length, s.heads, s.key_width, s.value_width, s.chunks,
-        **s.blocks, **x.flags, **s.precision, DELTA=delta,
-        num_warps=4,
+        *s.sizes, **s.blocks, **x.flags, **s.precision, num_warps=4,
     )  # fmt: skip
     state = x.q.new_empty((cells, s.key_padded, s.value_padded))
     final = x.q.new_empty((s.batch, s.heads, s.key_width, s.value_width), dtype=torch.float32)
-    blocks = s.scan_blocks
-    scan_kernel[(s.batch * s.heads * (s.value_padded // blocks["BV"]),)](
+    scan_kernel[(s.scan_programs,)](
         x.k, x.v, x.counts, sums, k_factor, u, w, x.initial, final, state,
         *x.k.stride()[:3], *x.v.stride()[:3],
-        s.length, s.heads, s.key_width, s.value_width, s.chunks,
-        **blocks, **x.flags, **s.precision, DELTA=delta, INITIAL=x.initial is not None,
+        *s.sizes, **s.scan_blocks, **x.flags, **s.precision, INITIAL=x.initial is not None,
         **s.scan_launch,
     )  # fmt: skip
     return States(sums, k_factor, inverse, u, w, state, final)
@@ -115,23 +112,19 @@ def forward(x: Inputs) -> tuple[Tensor, Tensor]:
         y = _states(x)
         o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
         blocks = s.blocks | {"BV": s.value_block}
-        cells = s.batch * s.heads * s.chunks
-        output_kernel[(cells * (s.value_padded // blocks["BV"]),)](
+        output_kernel[(s.cells * (s.value_padded // blocks["BV"]),)](
             x.q, x.k, x.v, x.counts, y.sums, y.k_factor, y.u, y.state, o,
             *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3],
-            s.length, s.heads, s.key_width, s.value_width, s.chunks, x.scale,
-            **blocks, **x.flags, **s.precision, DELTA=x.beta is not None,
-            num_warps=4,
+            *s.sizes, x.scale, **blocks, **x.flags, **s.precision, num_warps=4,
         )  # fmt: skip
     return o, y.final
 
 
 def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta (None without one), decay and the initial state."""
-    s, delta = x.shape, x.beta is not None
+    s = x.shape
     do, dfinal = do.contiguous(), dfinal.contiguous()
-    sizes = (s.length, s.heads, s.key_width, s.value_width, s.chunks)
-    cells = s.batch * s.heads * s.chunks
+    cells = s.cells
     with torch.cuda.device_of(x.q):
         y = _states(x)
         q_factor = x.q.new_empty((cells, CHUNK_TOKENS), dtype=torch.float32) if x.l2norm else None
@@ -145,23 +138,22 @@ def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]
         read_gradient_kernel[(cells,)](
             x.q, x.k, x.v, do, x.counts, y.sums, q_factor, y.k_factor, y.u, y.state,
             du, dp, dq, ddecay,
-            *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *sizes, x.scale,
-            **s.blocks, **x.flags, **s.precision, DELTA=delta, num_warps=4,
+            *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *s.sizes, x.scale,
+            **s.blocks, **x.flags, **s.precision, num_warps=4,
         )  # fmt: skip
         dstate = torch.empty_like(y.state)
         dinitial = torch.empty_like(y.final)
-        blocks = s.scan_blocks
-        reverse_scan_kernel[(s.batch * s.heads * (s.value_padded // blocks["BV"]),)](
+        reverse_scan_kernel[(s.scan_programs,)](
             x.q, x.k, do, x.counts, y.sums, q_factor, y.k_factor, y.w, du,
             dfinal, dinitial, dstate,
-            *x.q.stride()[:3], *x.k.stride()[:3], *sizes, x.scale,
-            **blocks, **x.flags, **s.precision, DELTA=delta, **s.reverse_launch,
+            *x.q.stride()[:3], *x.k.stride()[:3], *s.sizes, x.scale,
+            **s.scan_blocks, **x.flags, **s.precision, **s.reverse_launch,
         )  # fmt: skip
         write_gradient_kernel[(cells,)](
             x.q, x.k, x.v, x.beta, x.counts, y.sums, y.k_factor,
             y.inverse, y.u, du, dp, y.state, dstate, dk, dv, dbeta, ddecay,
-            *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *sizes,
-            **s.write_launch, **x.flags, **s.precision, DELTA=delta,
+            *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *s.sizes,
+            **s.write_launch, **x.flags, **s.precision,
         )  # fmt: skip
     return dq, dk, dv, dbeta, ddecay, dinitial
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ltconvert.kernels import chunkwise
+
 # exp of these is 0 in fp32; they keep -inf - -inf out, and running sums short of coarse steps.
 LEAST_HEAD = tl.constexpr(-1000.0)  # summed in fp64
 LEAST_CHANNEL = tl.constexpr(-90.0)  # summed in fp32, for fp32 inputs in fp64
-NORM_EPS = tl.constexpr(1e-6)  # added to the squared length
+NORM_EPS = tl.constexpr(chunkwise.NORM_EPS)
 
 
 @triton.jit

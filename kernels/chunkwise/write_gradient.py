@@ -29,7 +29,7 @@ from ltconvert.kernels.chunkwise.tiles import (
     sums_of,
     tile,
     written,
-)  # fmt: skip
+)
 
 
 @triton.jit

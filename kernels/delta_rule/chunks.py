@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ltconvert.kernels.chunkwise import NORM_EPS
 from ltconvert.kernels.chunkwise.decays import ScalarDecay, decays
 from ltconvert.kernels.chunkwise.spans import arithmetic, dot, to_chunks
-
-NORM_EPS = 1e-6  # added to the squared length
 
 
 class Options(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ltconvert.kernels.delta_rule.chunks import NORM_EPS
+from ltconvert.kernels.chunkwise import NORM_EPS
 from ltconvert.kernels.gdn_step.kernels import step_kernel
 
 TILE = 4096  # elements of a state that a program holds at a time: few registers, many programs

@@ -12,9 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ltconvert.kernels.linear_kl import blocks
+
 GROUP = tl.constexpr(8)
 # A maximum that every logit exceeds, and finite: -inf less -inf is NaN.
-LOWEST = tl.constexpr(-1e30)
+LOWEST = tl.constexpr(blocks.LOWEST)
 FORWARD, REVERSE, JSD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
