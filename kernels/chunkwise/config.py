@@ -45,12 +45,12 @@ class Shape:
     @property
     def key_padded(self) -> int:
         """Key width up to whole blocks."""
-        return _padded(self.key_width)
+        return padded(self.key_width)
 
     @property
     def value_padded(self) -> int:
         """Value width up to whole blocks."""
-        return _padded(self.value_width)
+        return padded(self.value_width)
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -124,6 +124,9 @@ class Shape:
         return {"PRECISION": exact if self.dtype == torch.float32 else "tf32"}
 
 
-def _padded(width: int) -> int:
-    # Widths of 16 and 24, filled up to 16 and 32, gave wrong results on an H200 under Triton 3.6.
-    return max(64, triton.next_power_of_2(width))
+def padded(width: int) -> int:
+    """The width that a key or value is filled up to: 64, 128 or 256.
+
+    Not less: 16 and 24 filled up to 16 and 32 gave wrong results on an H200 under Triton 3.6.
+    """
+    return max(64, 1 << (width - 1).bit_length())

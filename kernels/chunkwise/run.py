@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ltconvert.kernels.chunkwise.config import Shape
+from ltconvert.kernels.chunkwise.config import Shape, padded
 from ltconvert.kernels.chunkwise.output import output_kernel
 from ltconvert.kernels.chunkwise.prepare import prepare_kernel
 from ltconvert.kernels.chunkwise.read_gradient import read_gradient_kernel
@@ -163,6 +164,7 @@ def _chunkwise(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor,
     initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = (_aligned(t) for t in (q, k, v))
     return forward(Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm))
 
 
@@ -179,6 +181,7 @@ def _chunkwise_backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor,
     initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = (_aligned(t) for t in (q, k, v))
     grads = backward(Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm), do, dfinal)
     # An op's results are tensors: empty ones stand for gradients that nobody asks for.
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
@@ -221,22 +224,36 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs [B, T, H, V] in v's dtype and the final state in fp32.
 
-    With ``beta_BTH`` the delta rule, without it decay attention. Gradients need contiguous betas,
-    decays and states; q, k and v may have any strides but the last.
+    With ``beta_BTH`` the delta rule, without it decay attention. Widths are filled up with zeros,
+    which changes nothing that is kept.
     """
+    key_width, value_width = q_BTHK.shape[-1], v_BTHV.shape[-1]
     dtype = torch.promote_types(torch.promote_types(q_BTHK.dtype, k_BTHK.dtype), v_BTHV.dtype)
-    q, k, v = (_rows(t.to(dtype)) for t in (q_BTHK, k_BTHK, v_BTHV))
+    q, k, v = (_filled(t.to(dtype)) for t in (q_BTHK, k_BTHK, v_BTHV))
     if log_decay is None:
         log_decay = q.new_zeros(q.shape[:3], dtype=torch.float32)
-    decay = log_decay.float().contiguous()
-    beta, initial = (
-        None if t is None else t.float().contiguous() for t in (beta_BTH, initial_state_BHKV)
-    )
+    decay = log_decay.float()
+    decay = (_filled(decay) if decay.dim() == 4 else decay).contiguous()
+    beta = None if beta_BTH is None else beta_BTH.float().contiguous()
+    initial = initial_state_BHKV
+    if initial is not None:
+        initial = _filled(_filled(initial.float()).mT).mT.contiguous()
     counts = None if counts_BT is None else counts_BT.to(torch.int32).contiguous()
     o, final = _chunkwise(q, k, v, beta, decay, initial, counts, scale, l2norm_qk)
-    return o.to(v_BTHV.dtype), final
+    return o[..., :value_width].to(v_BTHV.dtype), final[..., :key_width, :value_width]
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The same with the last axis contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _filled(x: Tensor) -> Tensor:
+    """Zeros behind the last axis, up to a width that whole blocks divide."""
+    spare = padded(x.shape[-1]) - x.shape[-1]
+    return F.pad(x, (0, spare)) if spare else x
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The same with the last axis contiguous and rows at multiples of 16 elements.
+
+    For other layouts Triton 3.6 compiles other code, whose gradient of k was wrong on an H200.
+    """
+    starts = (*x.stride()[:-1], x.storage_offset())
+    even = x.stride(-1) == 1 and all(start % 16 == 0 for start in starts)
+    return x if even else x.clone(memory_format=torch.contiguous_format)
