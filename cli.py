@@ -29,6 +29,8 @@ recipes_app = typer.Typer(
     help="The recipes that ship, and checks of your own.", no_args_is_help=True
 )
 app.add_typer(recipes_app, name="recipes")
+bench_app = typer.Typer(help="Measurements of this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 Teacher = Annotated[
     str, typer.Option("--teacher", help="smollm2-135m, a .gguf file, a folder or a hub id.")
@@ -174,6 +176,9 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(min=0.01)] = 1.0,
     beams: Annotated[int, typer.Option(min=1, help="Beam search; the text comes at its end.")] = 1,
     seed: Annotated[int, typer.Option()] = 0,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Static cache; on a GPU one CUDA graph a token.")
+    ] = False,
 ) -> None:
     """Continue a text with a student or a teacher, token by token."""
     from ltconvert import cli_generate
@@ -182,9 +187,8 @@ def generate(
         max_new_tokens, temperature, top_p, top_k, repetition_penalty, beams, seed
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    cli_generate.run(
-        session, model, cli_generate.Prompt(text, chat or system is not None, system), settings
-    )
+    asked = cli_generate.Prompt(text, chat or system is not None, system)
+    cli_generate.run(session, model, asked, settings, fast=fast)
 
 
 @app.command()
@@ -207,6 +211,46 @@ def doctor(session: Session) -> None:
         output.print_json(cli_doctor.as_document(findings))
     else:
         cli_doctor.show(findings)
+
+
+@bench_app.command("decode")
+@with_session
+def bench_decode(
+    session: Session,
+    model: Annotated[
+        str | None, typer.Argument(help="As --teacher takes it; its config alone is read.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="In place of a model: ouro-1.4b, smollm2-135m, ...")
+    ] = None,
+    recipe: RecipeName = "hybrid25",
+    mixers: Annotated[
+        str | None, typer.Option(help="Of the student: one for all but full layers, or a list.")
+    ] = None,
+    full: Annotated[
+        str | None, typer.Option(help="Full layers: a share (0.25), a count or a list ([0,4]).")
+    ] = None,
+    contexts: Annotated[str, typer.Option(help="Tokens a row has read before.")] = "4k,8k,32k,128k",
+    batch: Annotated[str, typer.Option(help="Rows at a time.")] = "1,8",
+    steps: Annotated[int, typer.Option(min=1, help="Steps a row; the median counts.")] = 32,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Also a growing cache without a graph.")
+    ] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the JSON document there too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw tokens a second into a PNG.")] = None,
+) -> None:
+    """Speed of one-token steps, teacher beside student, and its share of the memory roofline.
+
+    Weights are random. No prompt is read: lengths are set and caches filled with random numbers.
+    On a GPU steps are replays of a CUDA graph between events. The roofline is the bytes a step
+    cannot but move (weights of every visit, cache, states) at the speed of a copy measured here.
+    """
+    from ltconvert import cli_bench
+
+    request = cli_bench.Request(
+        model, shape, recipe, mixers, full, contexts, batch, steps, plain, save, plot
+    )
+    cli_bench.run(session, request)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

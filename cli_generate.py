@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,12 @@ from ltconvert.cli_models import student_folder
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ltconvert.cli_session import Session
     from ltconvert.convert.teachers.load import Teacher
+
+    Continue = Callable[[Any], list[int]]  # a streamer or None -> new token ids
 
 
 @dataclass(frozen=True)
@@ -69,29 +74,29 @@ class Sampling:
         return options
 
 
-def run(session: Session, reference: str, prompt: Prompt, sampling: Sampling) -> None:
-    """Load the model, continue the prompt, print the text (with `--json` a document)."""
+def run(
+    session: Session, reference: str, prompt: Prompt, sampling: Sampling, *, fast: bool = False
+) -> None:
+    """Load the model, continue the prompt, print the text (with `--json` a document).
+
+    Raises:
+        UserError: nothing to read, or beam search is asked of the fast path.
+    """
     import torch
     from transformers import TextStreamer
 
+    if fast and sampling.beams > 1:
+        raise UserError("--fast follows one continuation; leave out --fast or --beams")
     model = load(session, reference)
     ids = prompt.ids(model.tokenizer)
     streamer = None
     if not session.json and sampling.beams == 1:
         streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    torch.manual_seed(sampling.seed)
     input_ids = torch.tensor([ids], device=model.model.device)
+    go_on = (_fast if fast else _plain)(model, input_ids, sampling)
     began = time.perf_counter()
-    with torch.inference_mode():
-        sequence = model.model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            streamer=streamer,
-            pad_token_id=model.tokenizer.pad_token_id,
-            **sampling.options(),
-        )[0]
+    new_ids = go_on(streamer)
     seconds = time.perf_counter() - began
-    new_ids = sequence[len(ids) :].tolist()
     text = model.tokenizer.decode(new_ids, skip_special_tokens=True)
     if session.json:
         facts = {"prompt_tokens": len(ids), "new_tokens": len(new_ids), "seconds": seconds}
@@ -102,6 +107,54 @@ def run(session: Session, reference: str, prompt: Prompt, sampling: Sampling) ->
     if session.verbose:
         speed = len(new_ids) / max(seconds, 1e-9)
         output.print_note(f"{len(new_ids)} tokens in {seconds:.1f} s, {speed:.1f} a second")
+
+
+def _plain(model: Teacher, input_ids: Tensor, sampling: Sampling) -> Continue:
+    """transformers' own loop."""
+    import torch
+
+    def go_on(streamer: Any) -> list[int]:
+        torch.manual_seed(sampling.seed)
+        with torch.inference_mode():
+            sequence = model.model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                streamer=streamer,
+                pad_token_id=model.tokenizer.pad_token_id,
+                **sampling.options(),
+            )[0]
+        return sequence[input_ids.shape[1] :].tolist()
+
+    return go_on
+
+
+def _fast(model: Teacher, input_ids: Tensor, sampling: Sampling) -> Continue:
+    """A static cache, and on a GPU a CUDA graph, which is captured here."""
+    from ltconvert.convert.decoding import Decoder
+    from ltconvert.convert.sampling import Sampling as Choice
+
+    choice = Choice(
+        sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty
+    )
+    new = sampling.max_new_tokens
+    decoder = Decoder(model.model, 1, input_ids.shape[1] + new)
+    decoder.prepare(choice)
+
+    def go_on(streamer: Any) -> list[int]:
+        found: list[int] = []
+        if streamer is not None:
+            streamer.put(input_ids.cpu())  # which it skips
+        for tokens_1n in decoder.stream(
+            input_ids, max_new_tokens=new, sampling=choice, seed=sampling.seed
+        ):
+            found += tokens_1n[0].tolist()
+            for token_1 in tokens_1n[0].split(1) if streamer is not None else ():
+                streamer.put(token_1)
+        if streamer is not None:
+            streamer.end()
+        return found
+
+    return go_on
 
 
 def load(session: Session, reference: str) -> Teacher:

@@ -143,11 +143,15 @@ def _layer_facts(
 def _cache(config: LT2Config, layer: int, itemsize: int) -> tuple[int, int | None, int]:
     """One visit's bytes a token, tokens it is limited to, and bytes whatever the length."""
     assert config.mixers is not None
-    if config.mixers[layer] == "gdn":
-        width = config.num_attention_heads * config.head_dim
-        history = 3 * width * ((config.conv_size or 1) - 1) * itemsize
-        return 0, 0, width * config.head_dim * torch.float32.itemsize + history
     window = config.window(layer)
-    per_token = 2 * config.num_key_value_heads * config.head_dim * itemsize
+    width = config.num_attention_heads * config.head_dim
+    heads, state = config.num_key_value_heads, 0
+    if config.mixers[layer] in ("gdn", "gdn_window"):
+        history = 3 * width * ((config.conv_size or 1) - 1) * itemsize
+        heads = config.num_attention_heads
+        state = width * config.head_dim * torch.float32.itemsize + history
+    if config.mixers[layer] == "gdn":
+        return 0, 0, state
+    per_token = 2 * heads * config.head_dim * itemsize
     # The next token sees itself and window - 1 before it.
-    return per_token, None if window is None else window - 1, 0
+    return per_token, None if window is None else window - 1, state

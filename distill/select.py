@@ -35,6 +35,7 @@ METHODS: dict[str, Callable[[Probe], Scores]] = {
     "kl-fast": kl_fast.rank,
     "kl-greedy": kl_greedy.rank,
     "recall": recall.rank,
+    "recall-greedy": kl_greedy.rank,
 }
 PARTIAL_FILE = "selection.partial.json"
 
@@ -148,9 +149,15 @@ def make_probe(settings: SelectSettings, inputs: StageInputs, stage_dir: Path, k
 
 
 def read_batches(settings: SelectSettings, inputs: StageInputs) -> list[Batch]:
-    """``eval_tokens`` tokens of the training split, the same in every call and every process."""
+    """``eval_tokens`` tokens of the training split, or retrieval examples.
+
+    The same in every call and every process.
+    """
     if settings.method == "recall":
         return []
+    if settings.method == "recall-greedy":
+        examples = recall.draw(settings, inputs.tokenizer, inputs.seed)
+        return [recall.as_batch(batch) for batch in examples]
     rows, batches = batch_shape(settings)
     stream = PackedStream(
         inputs.recipe.data,

@@ -21,6 +21,7 @@ from typing import Literal, get_args
 import torch
 
 Backend = Literal["auto", "reference", "triton"]
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None  # a graph cannot trace the search
 
 OPS: dict[str, tuple[str, ...]] = {
     "delta_rule": ("reference", "triton"),
@@ -28,6 +29,11 @@ OPS: dict[str, tuple[str, ...]] = {
     "short_conv": ("reference", "triton"),
     "norm_gate": ("reference", "triton"),
     "gdn_step": ("reference", "triton"),
+    "decode_attention": ("reference", "triton"),
+    "decode_linear": ("reference", "triton"),
+    "decode_heads": ("reference", "triton"),
+    "decode_window": ("reference", "triton"),
+    "decode_norm": ("reference", "triton"),
     "linear_kl": ("reference", "triton"),
 }
 
@@ -111,7 +117,7 @@ def preload() -> None:
     """Import every backend: while a graph is traced, an import comes too late for the tracer."""
     for op, backends in OPS.items():
         for backend in backends:
-            if backend != "triton" or importlib.util.find_spec("triton") is not None:
+            if backend != "triton" or TRITON_INSTALLED:
                 _imported(f"{__package__}.{op}.{backend}")
 
 
@@ -127,7 +133,7 @@ def _obstacle(op: str, backend: str, device: torch.device, limit: str | None) ->
     if backend not in OPS[op]:
         return f"no {backend} kernel for this op yet"
     if backend == "triton":
-        if importlib.util.find_spec("triton") is None:
+        if not TRITON_INSTALLED:
             return "triton is not installed"
         if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
             return f"triton needs a GPU, the tensors are on {device.type}"

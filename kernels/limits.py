@@ -9,6 +9,7 @@ CHUNK_TOKENS = 64
 MOST_WIDTH = 256
 MOST_CHANNEL_WIDTH = 128
 MOST_TAPS = 8
+MOST_DECODED_ROWS = 16
 
 
 def of_precision(*tensors: Tensor | None) -> str | None:
@@ -38,3 +39,22 @@ def of_convolution(x: Tensor, weight_DW: Tensor) -> str | None:
     if weight_DW.shape[1] > MOST_TAPS:
         return f"it has at most {MOST_TAPS} taps, got {weight_DW.shape[1]}"
     return of_precision(x, weight_DW)
+
+
+def of_decode_attention(q_BHD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> str | None:
+    """The same, width and layout of the cache, which is never copied."""
+    width = q_BHD.shape[-1]
+    if width > MOST_WIDTH:
+        return f"heads are up to {MOST_WIDTH} wide, got {width}"
+    if k_BGSD.stride(-1) != 1 or v_BGSD.stride(-1) != 1:
+        return "the channels of a key and of a value have to lie side by side"
+    return of_precision(q_BHD, k_BGSD, v_BGSD)
+
+
+def of_decode_linear(x_BC: Tensor, weight: Tensor) -> str | None:
+    """The same, number of rows and layout of the weight, which is never copied."""
+    if x_BC.shape[0] > MOST_DECODED_ROWS:
+        return f"it has at most {MOST_DECODED_ROWS} rows, got {x_BC.shape[0]}"
+    if weight.stride(-1) != 1:
+        return "the weights of an output have to lie side by side"
+    return of_precision(x_BC, weight)

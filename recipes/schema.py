@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 
 STAGES = ("align", "select", "logits", "longctx")  # in the order in which they run
 CompileSetting = Literal["auto", "off", "layers"]
-Method = Literal["kl", "kl-fast", "kl-greedy", "recall", "uniform", "list"]
+Method = Literal["kl", "kl-fast", "kl-greedy", "recall", "recall-greedy", "uniform", "list"]
 
 
 class Settings(BaseModel):
@@ -25,7 +25,7 @@ class StudentSettings(Settings):
     """What the student is: its mixer, how many layers stay full, how it loops."""
 
     kind: Literal["lt2"] = Field("lt2", description="family of the student")
-    mixer: Literal["gdn", "window", "full"] = Field(
+    mixer: Literal["gdn", "gdn_window", "window", "full"] = Field(
         "gdn", description="mixer of every converted layer"
     )
     full_layers: int | float | list[int] = Field(
@@ -33,7 +33,9 @@ class StudentSettings(Settings):
         description="layers kept as full attention: a share (0.25), a count (8) or a list ([0, 4])",
     )
     window_tokens: int = Field(
-        512, gt=0, description="window of the `window` mixer, the token itself counted"
+        512,
+        gt=0,
+        description="window of `window` and `gdn_window` mixers, the token itself counted",
     )
     short_conv: bool = Field(
         True, description="causal depthwise convolution on q, k, v (starts as the identity)"
@@ -155,7 +157,9 @@ class SelectSettings(Settings):
     train_tokens: int = Field(
         2_000_000, gt=0, description="kl: tokens of short distillation a layer"
     )
-    recall_examples: int = Field(64, gt=0, description="recall: synthetic retrieval examples")
+    recall_examples: int = Field(
+        64, gt=0, description="recall, recall-greedy: synthetic retrieval examples"
+    )
     stable_rounds: int = Field(
         3, gt=0, description="stop when the chosen set has not changed for so many batches"
     )

@@ -1,3 +1,12 @@
 """The benchmark's cases, a module an op; each has ``cases(scale, device)``."""
 
-OPS = ("linear_kl", "delta_rule", "gdn_step", "decay_attention", "short_conv", "norm_gate")
+OPS = (
+    "linear_kl",
+    "delta_rule",
+    "gdn_step",
+    "decode_attention",
+    "decode_linear",
+    "decay_attention",
+    "short_conv",
+    "norm_gate",
+)

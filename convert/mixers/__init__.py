@@ -9,12 +9,14 @@ from __future__ import annotations
 from ltconvert.convert.mixers.attention import Attention, Projections, WindowAttention
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.gdn import GatedDeltaNet
+from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 MIXERS: dict[str, type[Projections]] = {
     "full": Attention,
     "window": WindowAttention,
     "gdn": GatedDeltaNet,
+    "gdn_window": WindowedGatedDeltaNet,
 }
 
 __all__ = ["MIXERS", "Projections", "SequenceContext", "make_mixer"]
@@ -39,7 +41,9 @@ def make_mixer(
     if kind == "gdn":
         return GatedDeltaNet(spec, layer, conv_size=conv_size)
     window = spec.layer_windows[layer]
+    narrow = min(window_tokens, window or window_tokens)
+    if kind == "gdn_window":
+        return WindowedGatedDeltaNet(spec, layer, conv_size=conv_size, window=narrow)
     if kind == "window":
-        window = min(window_tokens, window or window_tokens)
-        return WindowAttention(spec, layer, window=window, sdpa_gate=False)
+        return WindowAttention(spec, layer, window=narrow, sdpa_gate=False)
     return Attention(spec, layer, window=window, sdpa_gate=sdpa_gate)

@@ -126,6 +126,28 @@ class Attention(Projections):
             )
         return _capped_attention(q_BHTD, k_BHSD, v_BHSD, mask, scale, spec.attention_softcap)
 
+    def scores(
+        self, x_BTC: Tensor, context: SequenceContext, at_n: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What the softmax of queries ``at_n`` runs over, masks aside, and the values.
+
+        Returns:
+            Scores [B, H, n, T] in fp32, values [B, H, T, D].
+        """
+        q_BHTD, k_BGTD, v_BGTD = (y.transpose(1, 2) for y in self.project(x_BTC))
+        if self.rope_name is not None:
+            cos, sin = context.rope[self.rope_name]
+            q_BHTD, k_BGTD = apply_rope(q_BHTD, cos, sin), apply_rope(k_BGTD, cos, sin)
+        group = self.num_heads // self.num_key_value_heads
+        k_BHTD, v_BHTD = (y.repeat_interleave(group, dim=1) for y in (k_BGTD, v_BGTD))
+        scores = q_BHTD[:, :, at_n] @ k_BHTD.transpose(-1, -2)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        scores = scores * self.spec.attention_scale
+        cap = self.spec.attention_softcap
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        return scores, v_BHTD
+
 
 class WindowAttention(Attention):
     """Softmax attention over the last ``window`` tokens (the token itself counted)."""

@@ -21,6 +21,7 @@ class SequenceContext:
 
     Attributes:
         rope: (cos, sin), each [B, T, D], by RoPE name.
+        positions_BT: of the new tokens, [B or 1, T], counted in each document.
         keep_BS: False at padding, over cached and new tokens; None when nothing is padding.
         keep_BT: the same over the new tokens alone; None when none of them is padding.
         segment_ids_BT: the document of each new token; None when a row is one document.
@@ -29,6 +30,7 @@ class SequenceContext:
     rope: dict[str, tuple[Tensor, Tensor]]
     num_tokens: int
     device: torch.device
+    positions_BT: Tensor
     keep_BS: Tensor | None = None
     keep_BT: Tensor | None = None
     segment_ids_BT: Tensor | None = None
@@ -39,9 +41,11 @@ class SequenceContext:
         """Make the masks of a pass without a cache, before compiled layers read them."""
         counts_BT = self.segment_ids_BT
         blocks = self.keep_BS is None and fits(self.device, self.num_tokens)
+        one_BT = torch.zeros(1, self.num_tokens, dtype=torch.int64, device=self.device)
         for window in windows:
-            if blocks and counts_BT is not None:
-                self._block_masks[window] = block_mask(counts_BT, window)
+            if blocks and (counts_BT is not None or window is not None):
+                documents_BT = one_BT if counts_BT is None else counts_BT
+                self._block_masks[window] = block_mask(documents_BT, window)
             else:
                 self.attention_mask(window, self.num_tokens)
 

@@ -91,8 +91,20 @@ class GatedDeltaNet(Projections):
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         q, k, v = self.project(x_BTC)
+        return self.o_proj(self.mix(x_BTC, q, k, v, context, cache_layer))
+
+    def mix(
+        self,
+        x_BTC: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: SequenceContext,
+        cache_layer: LinearAttentionCacheLayerMixin | None,
+    ) -> Tensor:
+        """Outputs of the heads, [B, T, H * D], from projections without positions."""
         if cache_layer is not None and _decodes(x_BTC, context, cache_layer):
-            return self.o_proj(self._step(x_BTC, q, k, v, cache_layer).to(x_BTC.dtype))
+            return self._step(x_BTC, q, k, v, cache_layer).to(x_BTC.dtype)
         if self.conv is not None:
             q, k, v = self._convolve(q, k, v, context, cache_layer)
         work = torch.promote_types(x_BTC.dtype, torch.float32)  # a decay of 1 - 1/2048 needs it
@@ -104,7 +116,7 @@ class GatedDeltaNet(Projections):
         y_BTHD = norm_gate(
             o_BTHD, self.out_norm_weight, gate_BTHD, eps=self.spec.rms_norm_eps, gate_fn="2sigmoid"
         )
-        return self.o_proj(y_BTHD.flatten(2).to(x_BTC.dtype))
+        return y_BTHD.flatten(2).to(x_BTC.dtype)
 
     def _step(
         self,

@@ -28,6 +28,8 @@ class LoopCache(Cache):
         windows: window in tokens of each slot; read where the type is ``sliding_attention``.
     """
 
+    settled = False  # a static one may be, see there
+
     def __init__(self, layer_types: Sequence[str], windows: Sequence[int | None]) -> None:
         super().__init__(layers=[_layer(t, w) for t, w in zip(layer_types, windows, strict=True)])
         self.num_tokens = 0
@@ -80,16 +82,61 @@ class _OwnTokenLayer(DynamicSlidingWindowLayer):
         return found
 
 
+class LinearAndWindowLayer(LinearAttentionLayer, DynamicSlidingWindowLayer):  # type: ignore[misc,override]
+    """A recurrent state and a convolution's history beside the keys and values of a window.
+
+    transformers has such a layer since 5.2x; both parents' parts are apart but for these methods.
+    """
+
+    is_compileable = False
+
+    def __init__(self, sliding_window: int) -> None:
+        DynamicSlidingWindowLayer.__init__(self, sliding_window=sliding_window)
+        LinearAttentionLayer.__init__(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Keys and values come in order, states by name."""
+        part = DynamicSlidingWindowLayer if args else LinearAttentionLayer
+        part.lazy_initialization(self, *args, **kwargs)
+
+    def offload(self) -> None:
+        """Both parts."""
+        self._of_both("offload")
+
+    def prefetch(self) -> None:
+        """Both parts."""
+        self._of_both("prefetch")
+
+    def reset(self) -> None:
+        """Both parts."""
+        self._of_both("reset")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Both parts."""
+        self._of_both("reorder_cache", beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused by the linear part."""
+        self._of_both("crop", tokens_to_remove)
+
+    def _of_both(self, method: str, *args: Any) -> None:
+        for part in (LinearAttentionLayer, DynamicSlidingWindowLayer):
+            getattr(part, method)(self, *args)
+
+
 def _layer(layer_type: str, window: int | None) -> CacheLayer:
     if layer_type == "full_attention":
         return DynamicLayer()
     if layer_type == "linear_attention":
         return LinearAttentionLayer()
+    if layer_type == "hybrid_sliding":
+        assert window is not None
+        return LinearAndWindowLayer(window)
     if layer_type == "sliding_attention":
         assert window is not None
         kind = _OwnTokenLayer if window == 1 else DynamicSlidingWindowLayer
         return kind(sliding_window=window)
     raise ValueError(
         f"no cache layer for layer type {layer_type!r}; known: full_attention, linear_attention, "
-        "sliding_attention"
+        "sliding_attention, hybrid_sliding"
     )

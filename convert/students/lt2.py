@@ -100,7 +100,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} is not supported "
-                "by LT2; leave it out"
+                "by LT2; leave it out, or pass a StaticCache as past_key_values"
             )
         model_kwargs[CACHE_NAME] = self.new_cache()
 

@@ -21,7 +21,7 @@ class LT2Config(PreTrainedConfig):
     Attributes:
         mixers: the mixer of each physical layer, see ``ltconvert.convert.mixers.MIXERS``.
         prelude_layers, coda_layers: layers that run once before and after the looped core.
-        window_tokens: window of ``window`` mixers.
+        window_tokens: window of ``window`` and ``gdn_window`` mixers.
         conv_size: taps of the short convolution of linear mixers; None for none.
         sdpa_gate: output gate on full layers.
         loop_residual: learned per-loop, per-channel residual ``rho_t * h_in``.
@@ -100,13 +100,15 @@ class LT2Config(PreTrainedConfig):
     def window(self, layer: int) -> int | None:
         """Sliding window in tokens of a physical layer, None where it sees everything."""
         window = self.layer_windows[layer]
-        if self.mixers[layer] == "window":
+        if self.mixers[layer] in ("window", "gdn_window"):
             return min(self.window_tokens, window or self.window_tokens)
         return window
 
     def _layer_type(self, layer: int) -> str:
         if self.mixers[layer] == "gdn":
             return "linear_attention"
+        if self.mixers[layer] == "gdn_window":
+            return "hybrid_sliding"
         return "full_attention" if self.window(layer) is None else "sliding_attention"
 
     @classmethod

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
-from ltconvert.convert.mixers.attention import Attention, ZeroLinear
+from ltconvert.convert.mixers.attention import ZeroLinear
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.rope import Rope
 from ltconvert.convert.students.blocks import DecoderLayer, LayerCall, run_layer
@@ -160,7 +160,9 @@ class LT2Model(LT2PreTrainedModel):
         if position_ids is None:
             position_ids = _positions(h_BTC, keep_BS, segment_ids, past_length)
         rope = {name: table(position_ids) for name, table in self._ropes.items()}
-        context = SequenceContext(rope, num_tokens, h_BTC.device, keep_BS, keep_BT, segment_ids)
+        context = SequenceContext(
+            rope, num_tokens, h_BTC.device, position_ids, keep_BS, keep_BT, segment_ids
+        )
         if self.call_layer is not run_layer and not past_length:
             context.prepare(self.windows())
         return context
@@ -168,7 +170,7 @@ class LT2Model(LT2PreTrainedModel):
     def windows(self) -> set[int | None]:
         """Windows of the softmax attention there is; None is the whole row."""
         mixers = [layer.mixer for layer in self.layers]
-        return {mixer.window for mixer in mixers if isinstance(mixer, Attention)}
+        return {mixer.window for mixer in mixers if hasattr(mixer, "window")}
 
     def start(self, h_BTC: Tensor) -> LoopState:
         """The state before the first visit."""
@@ -278,6 +280,10 @@ class LT2Model(LT2PreTrainedModel):
             raise ValueError(
                 f"got a {type(cache).__name__} as cache; this model needs one slot for each of its "
                 f"{len(self.schedule)} layer visits: make it with model.new_cache()"
+            )
+        if cache is not None and cache.settled:
+            raise ValueError(
+                "this cache was settled for one-token steps and takes no forward pass; reset() it"
             )
 
 

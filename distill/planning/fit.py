@@ -102,7 +102,7 @@ def _lighter_scoring(settings: SelectSettings) -> Iterator[tuple[str, str, Any]]
     """Smaller batches: fewer tokens in fewer rows at a time; at last no scores at all."""
     yield from _shorter("select", settings.seq_len_tokens)
     tokens = settings.eval_tokens
-    while settings.method != "recall" and tokens // 2 >= settings.seq_len_tokens:
+    while not settings.method.startswith("recall") and tokens // 2 >= settings.seq_len_tokens:
         tokens //= 2
         yield "select", "eval_tokens", tokens
     yield "select", "method", "uniform"

@@ -33,6 +33,10 @@ _SAVED = {
     ("gdn", "bf16"): (34, 8, 26),
 }
 _SAVED_SANDWICH, _SAVED_QK_NORM = 16, 16
+# A window beside the recurrence: of heads * head_dim, and of each head and token of the window,
+# whose scores stand in memory where flex attention is not used.
+_SAVED_WINDOW = {"fp32": 21, "bf16": 17}
+_SAVED_SCORE = 24
 _LIVE_FORWARD = 6  # tensors of the widest kind alive in a forward pass that keeps nothing
 
 Parts = dict[str, int]
@@ -141,9 +145,14 @@ def _kept(settings: LogitsSettings, models: Models, precision: str) -> int:
 
 def saved_bytes(spec: TeacherSpec, layer: LayerFacts, precision: str, *, mlp: bool = True) -> int:
     """What autograd keeps of one visit, bytes a token; without the MLP the mixer's part."""
-    hidden, intermediate, heads = _SAVED["gdn" if layer.mixer == "gdn" else "full", precision]
+    linear = layer.mixer in ("gdn", "gdn_window")
+    hidden, intermediate, heads = _SAVED["gdn" if linear else "full", precision]
     width = spec.num_attention_heads * spec.head_dim
     total = heads * width
+    if layer.mixer == "gdn_window":
+        assert layer.window is not None
+        total += _SAVED_WINDOW[precision] * width
+        total += _SAVED_SCORE * layer.window * spec.num_attention_heads
     if spec.qk_norm is not None:
         total += _SAVED_QK_NORM * width
     if not mlp:

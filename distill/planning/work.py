@@ -128,7 +128,7 @@ def _select(recipe: Recipe, models: Models) -> Work:
 
 def _scored_tokens(recipe: Recipe, models: Models, cost: Cost) -> float:
     """Tokens whose KL is computed, over all changed models; recall scores a few answers only."""
-    if recipe.select.method == "recall" or not cost.tokens:
+    if recipe.select.method.startswith("recall") or not cost.tokens:
         return 0.0
     directions = 2 if (recipe.select.method, recipe.select.direction) == ("kl-fast", "both") else 1
     return float(cost.tokens * (directions * models.spec.num_layers + 1))
@@ -146,11 +146,14 @@ def forward_flops(model: ModelFacts, spec: TeacherSpec, length: int, *, head: bo
 def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) -> float:
     facts = model.layers[layer]
     width = spec.num_attention_heads * spec.head_dim
-    if facts.mixer == "gdn":
+    flops = 2.0 * facts.mixer_parameters
+    if facts.mixer in ("gdn", "gdn_window"):
         # Within a chunk five products with its tokens, across chunks three with the state.
-        return 2 * facts.mixer_parameters + width * (5 * CHUNK_TOKENS + 6 * spec.head_dim)
+        flops += width * (5 * CHUNK_TOKENS + 6 * spec.head_dim)
+    if facts.mixer == "gdn":
+        return flops
     seen = length / 2 if facts.window is None else min(length / 2, facts.window)
-    return 2 * facts.mixer_parameters + 4 * width * seen
+    return flops + 4 * width * seen
 
 
 def _head_flops(spec: TeacherSpec) -> float:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEACHER, STUDENT = "#555555", "#1f6fb2"
-COLOURS = {"full": "#e8903a", "window": "#7fb069", "gdn": "#1f6fb2"}
+COLOURS = {"full": "#e8903a", "window": "#7fb069", "gdn": "#1f6fb2", "gdn_window": "#2a9d8f"}
 OTHER_COLOUR = "#b0b0b0"
 
 
@@ -154,6 +154,35 @@ def decode(speed: dict[str, list[dict[str, Any]]]) -> bytes:
         axis.set_ylim(bottom=0)
         axis.xaxis.set_major_formatter(_short_numbers())
         axis.legend(frameon=False)
+    return _png(figure)
+
+
+def bench(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Tokens a second by context, a panel a batch; what a plain loop reaches is dashed, and what
+    the memory allows is dotted."""
+    batches = sorted({row["batch"] for row in rows})
+    figure, axes = _figure(1.0 + 3.5 * len(batches), 3.2, len(batches))
+    styles = {"fast": "-", "plain": "--", "roofline": ":"}
+    for axis, batch in zip(axes, batches, strict=True):
+        lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for row in (row for row in rows if row["batch"] == batch):
+            floor = row["context"], row["roofline_tokens_per_second"]
+            if row["path"] == "fast":
+                lines.setdefault((row["model"], "roofline"), []).append(floor)
+            if "error" not in row:
+                point = row["context"], row["tokens_per_second"]
+                lines.setdefault((row["model"], row["path"]), []).append(point)
+        for (who, path), points in lines.items():
+            colour = TEACHER if who == "teacher" else STUDENT
+            marker = "" if path == "roofline" else "o"
+            label = f"{who}, {path}"
+            axis.plot(*_columns(points), styles[path], marker=marker, color=colour, label=label)
+        axis.set(title=f"batch {batch}", xlabel="context in tokens", ylabel="tokens a second")
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.xaxis.set_major_formatter(_short_numbers())
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     return _png(figure)
 
 

@@ -14,13 +14,11 @@ BATCH_TOKENS = 4096  # most tokens of a scored batch
 def batch_shape(settings: SelectSettings) -> tuple[int, int]:
     """Rows a batch, and batches. At least twice those that stability needs, where tokens allow."""
     length = settings.seq_len_tokens
-    if settings.method == "recall":
-        rows = settings.recall_examples
-    else:
-        rows = max(1, settings.eval_tokens // length)
+    by_recall = settings.method in ("recall", "recall-greedy")
+    rows = settings.recall_examples if by_recall else max(1, settings.eval_tokens // length)
     wanted = 2 * (settings.stable_rounds + 1)
     a_batch = max(1, min(BATCH_TOKENS // length, rows // wanted))
-    if settings.method == "recall":
+    if by_recall:
         return a_batch, -(-rows // a_batch)
     return a_batch, rows // a_batch
 
@@ -52,9 +50,10 @@ def most_cost(settings: SelectSettings, schedule: Sequence[Step], keep: int) -> 
     forwards = {
         "recall": each + 1,
         "kl-greedy": keep * (each + 2),
+        "recall-greedy": keep * (each + 2),
         "kl-fast": {"remove": each + 1, "restore": each + 2, "both": 2 * each + 2}[
             settings.direction
         ],
     }[method]
-    rounds = keep if method == "kl-greedy" else 1
+    rounds = keep if method.endswith("-greedy") else 1
     return Cost(rounds * batches * tokens, batches * forwards, batches * forwards * tokens)

@@ -1,4 +1,5 @@
-"""Method ``kl-greedy``: make the best layer full in the linear student, score again, and so on.
+"""Methods ``kl-greedy`` and ``recall-greedy``: make the best layer of the linear student full,
+score again, and so on; by the KL on text, or on the answers to synthetic retrieval.
 
 Scores of single layers (``kl-fast``) do not know that two layers may do the same work; scoring
 again after every pick does. A round costs a batch at most ``N - (N - 1) / (2 T)`` forwards (layers

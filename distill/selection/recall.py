@@ -11,12 +11,14 @@ Shape letters: B rows, T tokens, C hidden width, A answer tokens of all rows.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.distill.data.batch import IGNORED, Batch
 from ltconvert.distill.evaluation.recall import Kind, RecallExamples, retrieval_examples
 from ltconvert.distill.progress import Bar
 from ltconvert.distill.selection.cost import batch_shape
@@ -25,6 +27,7 @@ from ltconvert.distill.selection.ranking import Stability, order
 from ltconvert.distill.selection.result import Cost, Scores
 from ltconvert.distill.selection.walk import Inputs, walk, with_mixer
 from ltconvert.errors import UserError
+from ltconvert.recipes.schema import SelectSettings
 
 KIND: Kind = "multikey"
 
@@ -86,27 +89,41 @@ def example_batches(probe: Probe) -> list[RecallExamples]:
     Raises:
         UserError: a row is too short for statements and question.
     """
-    length, count = probe.settings.seq_len_tokens, probe.settings.recall_examples
+    return draw(probe.settings, probe.inputs.tokenizer, probe.inputs.seed)
+
+
+def draw(settings: SelectSettings, tokenizer: Any, seed: int) -> list[RecallExamples]:
+    """The same, from what it takes."""
+    length, count = settings.seq_len_tokens, settings.recall_examples
     try:
-        examples = retrieval_examples(
-            probe.inputs.tokenizer, length, count, probe.inputs.seed, KIND
-        )
+        examples = retrieval_examples(tokenizer, length, count, seed, KIND)
     except UserError as error:
         reason = str(error).split(";")[0]
         raise UserError(f"{reason}; raise select.seq_len_tokens") from None
-    rows, _ = batch_shape(probe.settings)
+    rows, _ = batch_shape(settings)
     return [examples.rows(first, first + rows) for first in range(0, count, rows)]
+
+
+def as_batch(examples: RecallExamples) -> Batch:
+    """The examples as text whose answers alone are scored, for methods that read text."""
+    ids_BT = examples.input_ids_BT
+    labels_BT = F.pad(ids_BT[:, 1:], (0, 1), value=IGNORED)
+    labels_BT = labels_BT.where(answers_at(examples), IGNORED)
+    return Batch(ids_BT, torch.zeros_like(ids_BT, dtype=torch.int32), labels_BT, ids_BT >= 0)
+
+
+def answers_at(examples: RecallExamples) -> Tensor:
+    """The tokens that predict an answer's, [B, T]: each is the one before."""
+    index_T = torch.arange(examples.input_ids_BT.shape[1], device=examples.input_ids_BT.device)
+    start_B = examples.answer_start_B
+    return (index_T >= start_B[:, None] - 1) & (index_T < len(index_T) - 1)
 
 
 def score_batch(probe: Probe, examples: RecallExamples, sums: Sums, cost: Cost, bar: Bar) -> None:
     """Add one batch: the teacher as it is, and with each layer linear."""
     teacher = probe.teacher
     examples = examples.to(probe.device)
-    ids_BT, start_B = examples.input_ids_BT, examples.answer_start_B
-    index_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-    # The token before each answer token predicts it.
-    at_BT = (index_T >= start_B[:, None] - 1) & (index_T < len(index_T) - 1)
-    inputs = Inputs(ids_BT, None, None, at_BT)
+    inputs = Inputs(examples.input_ids_BT, None, None, answers_at(examples))
     log_prob, exact = [0.0] * probe.num_layers, [0] * probe.num_layers
     with probe.quiet_forward():
         base = walk(teacher, inputs)

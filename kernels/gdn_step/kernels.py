@@ -61,7 +61,8 @@ def _softplus(x):
 @triton.jit
 def step_kernel(
     qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr, state_ptr,
-    norm_weight_ptr, gate_ptr, y_ptr, scale, eps, beta_factor,
+    norm_weight_ptr, gate_ptr, y_ptr, scale, eps, beta_factor, qkv_row, beta_row, decay_row,
+    gate_row,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
     GATE_FN: tl.constexpr, NORM_EPS: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
@@ -69,19 +70,20 @@ def step_kernel(
     pid = tl.program_id(0)
     head, row = pid % H, (pid // H).to(tl.int64)
     channels = H * (2 * K + V)
-    qkv_ptr += row * channels
+    qkv_ptr += row * qkv_row
     if history_ptr is not None:
         history_ptr += row * channels * (W - 1)
     state_ptr += pid.to(tl.int64) * K * V
-    gate_ptr += pid.to(tl.int64) * V
+    gate_ptr += row * gate_row + head * V
     y_ptr += pid.to(tl.int64) * V
     k_K, v_V = tl.arange(0, BK), tl.arange(0, BV)
     in_K = k_K < K
     at_KV = k_K[:, None] * V + v_V[None, :]
     state = tl.load(state_ptr + at_KV, mask=in_K[:, None] & (v_V < V)[None, :], other=0.0)
 
-    beta = beta_factor * tl.sigmoid(tl.load(beta_ptr + pid).to(tl.float32))
-    rate = tl.load(decay_ptr + pid).to(tl.float32) + tl.load(rate_bias_ptr + head).to(tl.float32)
+    beta = beta_factor * tl.sigmoid(tl.load(beta_ptr + row * beta_row + head).to(tl.float32))
+    rate = tl.load(decay_ptr + row * decay_row + head).to(tl.float32)
+    rate += tl.load(rate_bias_ptr + head).to(tl.float32)
     rate = tl.exp(tl.load(log_rate_ptr + head).to(tl.float32)) * _softplus(rate)
     decay = tl.exp(-rate)
     q_c, k_c = head * K + k_K, H * K + head * K + k_K

@@ -70,12 +70,18 @@ def _step(
     if conv_weight_CW is not None and conv_history_BCP is not None:
         taps, history = conv_weight_CW.shape[1], conv_history_BCP.contiguous()
         conv_weight_CW = conv_weight_CW.contiguous()
+    # Rows may lie apart: all four are often columns of one product.
+    qkv_BC, beta_BH, decay_BH = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (qkv_BC, beta_BH, decay_BH)
+    )
+    if gate_BHV.stride()[1:] != (value_width, 1):
+        gate_BHV = gate_BHV.contiguous()
     with torch.cuda.device_of(qkv_BC):
         step_kernel[(batch * heads,)](
-            qkv_BC.contiguous(), conv_weight_CW, history, beta_BH.contiguous(),
-            decay_BH.contiguous(), log_rate_H.contiguous(), rate_bias_H.contiguous(), state,
-            norm_weight_HV.contiguous(), gate_BHV.contiguous(), y_BHV, scale, eps, beta_factor,
-            heads, key_width, value_width, taps, silu, gate_fn, NORM_EPS,
+            qkv_BC, conv_weight_CW, history, beta_BH, decay_BH, log_rate_H.contiguous(),
+            rate_bias_H.contiguous(), state, norm_weight_HV.contiguous(), gate_BHV, y_BHV, scale,
+            eps, beta_factor, qkv_BC.stride(0), beta_BH.stride(0), decay_BH.stride(0),
+            gate_BHV.stride(0), heads, key_width, value_width, taps, silu, gate_fn, NORM_EPS,
             key_block, value_block, blocks, num_warps=warps,
         )  # fmt: skip
     if state is not state_BHKV:

@@ -41,7 +41,7 @@ def test_the_mixer_is_its_formula(short_conv: bool) -> None:
             rms = (out.square().mean() + spec.rms_norm_eps).sqrt()
             expected[t, h] = out / rms * mixer.out_norm_weight[h] * gate[t, h]
     with torch.no_grad():
-        found = mixer(x_TC[None], SequenceContext({}, 11, x_TC.device))
+        found = mixer(x_TC[None], SequenceContext({}, 11, x_TC.device, torch.arange(11)[None]))
     expected = F.linear(expected.reshape(11, -1), mixer.o_proj.weight)
     torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
 

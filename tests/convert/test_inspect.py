@@ -13,6 +13,7 @@ from ltconvert.convert.teachers.spec import TeacherSpec
 MIXERS = {
     "full": ["full"] * NUM_LAYERS,
     "linear": ["gdn"] * NUM_LAYERS,
+    "windowed": ["gdn_window"] * NUM_LAYERS,
     "hybrid": ["gdn", "full", "window"],
 }
 

@@ -19,6 +19,7 @@ MIXERS = {
     "full": ["full", "full", "full"],
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
+    "gdn_window": ["gdn_window", "gdn_window", "gdn_window"],
     "hybrid": ["gdn", "full", "window"],
 }
 CASES = [(family, name) for family in FAMILIES for name in MIXERS]

@@ -29,7 +29,7 @@ from ltconvert.distill.parking import Parking
 from ltconvert.kernels import dispatch
 from ltconvert.recipes.schema import LogitsSettings
 
-MIXERS = ["gdn", "full", "window", "gdn", "full", "window"]
+MIXERS = ["gdn", "full", "window", "gdn", "gdn_window", "gdn_window"]
 ON = Choice(True, "a test")
 
 
@@ -80,8 +80,10 @@ def step(objective: Any, *, bf16: bool = False) -> dict[str, torch.Tensor]:
 def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        rounding = 1e-5 * value.abs().max().item()
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=rounding, msg=name)
+        rounding = 3e-5 * value.abs().max().item()
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-4, atol=rounding, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,8 +114,8 @@ def test_the_same_step_and_no_break_in_a_layer(
         assert counter.frame_count == makes  # nothing is compiled anew in the second step
         check_same(step(objective), expected)
     assert counter.frame_count == makes
-    # Teacher and student; gdn, full and window: not one a layer or visit.
-    assert makes <= 5
+    # Teacher and student; every mixer: not one a layer or visit.
+    assert makes <= 6
     assert objective.teacher.model.call_layer is run_layer
 
 

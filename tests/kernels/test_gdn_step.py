@@ -151,6 +151,21 @@ def test_state_and_history_may_lie_anywhere(backend: str) -> None:
     torch.testing.assert_close({"y": y, "state": state, "history": history}, want)
 
 
+def test_inputs_may_be_columns_of_one_product(backend: str) -> None:
+    given = inputs(SHAPES[0])
+    want = run(given)
+    names = ("gate_BHV", "qkv_BC", "decay_BH", "beta_BH")
+    flat = [given[name].flatten(1) for name in names]
+    product = torch.cat([torch.full_like(flat[0], torch.nan), *flat], dim=1)
+    columns = product.split([flat[0].shape[1], *(x.shape[1] for x in flat)], dim=1)[1:]
+    for name, column in zip(names, columns, strict=True):
+        given[name] = column.view(given[name].shape)
+    live = {name: given[name].clone() for name in ("state_BHKV", "conv_history_BCP")}
+    y = gdn_step(**{**given, **live}, eps=EPS)
+    torch.testing.assert_close(y, want["y"])
+    torch.testing.assert_close(live["state_BHKV"], want["state"])
+
+
 def test_a_graph_takes_it_and_runs_repeat(backend: str) -> None:
     given = inputs(SHAPES[0], DTYPES[-1])
     want = run(given)

@@ -113,7 +113,10 @@ def test_values_from_the_command_line(text: str, section: str, key: str, value: 
         ("a.b.c=1", "unknown key a"),
         ("student.full_layers=1.5", "student.full_layers: expected a share in [0, 1]"),
         ("student.full_layers=0,0", "student.full_layers: a list of layers names each once"),
-        ("student.mixer=gdm", "student.mixer: input should be 'gdn', 'window' or 'full'"),
+        (
+            "student.mixer=gdm",
+            "student.mixer: input should be 'gdn', 'gdn_window', 'window' or 'full'",
+        ),
         ("align.batch_tokens=8", "align: batch_tokens 8 is less than one forward pass"),
         ("select.method=list", "student.full_layers=[0,4,8]"),
         ("data.source=[", "is not a YAML value"),

@@ -26,7 +26,9 @@ def counts(kind: str) -> torch.Tensor:
 
 
 def dense(segments_BT: torch.Tensor, window: int | None) -> torch.Tensor:
-    context = SequenceContext({}, LENGTH, torch.device("cpu"), segment_ids_BT=segments_BT)
+    context = SequenceContext(
+        {}, LENGTH, torch.device("cpu"), torch.arange(LENGTH)[None], segment_ids_BT=segments_BT
+    )
     mask = context.attention_mask(window, LENGTH)
     assert mask is not None
     return mask[:, 0]

@@ -1,0 +1,200 @@
+"""One token of one layer: few launches, fixed shapes, nothing the host waits for.
+
+What a layer's ``forward`` computes, with the projections of a branch in one matrix and the norms,
+activations and sums inside the products (``kernels/decode_*``).
+
+B rows, C hidden width, R rows of a joined weight, M channels of the heads together, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
+
+from ltconvert.convert.decode_weights import join, linears_of
+from ltconvert.convert.mixers.attention import Attention
+from ltconvert.convert.mixers.gdn import GatedDeltaNet
+from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.students.blocks import DecoderLayer
+from ltconvert.convert.students.static_layers import StaticKeys
+from ltconvert.kernels.decode_attention import decode_attention
+from ltconvert.kernels.decode_heads import decode_heads
+from ltconvert.kernels.decode_linear import GateActivation, decode_linear
+from ltconvert.kernels.decode_norm import decode_norm
+from ltconvert.kernels.decode_window import decode_window
+from ltconvert.kernels.gdn_step import gdn_step
+
+_ACTIVATIONS: dict[str, GateActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj", "rest_proj")
+
+
+@dataclass(frozen=True)
+class Now:
+    """What all visits of one step share; all of it on the device.
+
+    Attributes:
+        rope: (cos, sin), each [B, D], by RoPE name.
+        slots: by number of slots, where the new token goes, [B].
+        used: by number of slots, how many are filled then, [B].
+        outside: by window, whether a token of the row lies before it, [B].
+    """
+
+    rope: dict[str, tuple[Tensor, Tensor]]
+    slots: dict[int, Tensor]
+    used: dict[int, Tensor]
+    outside: dict[int, Tensor]
+
+
+class LayerStep:
+    """One layer; what differs by mixer is ``mix``."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        self.layer = layer
+        projections = list(linears_of(layer.mixer, _PROJECTIONS))
+        self.weight, self.bias = join(projections)
+        self.sizes = [linear.out_features for linear in projections]
+        self.gate_up = join([layer.mlp.gate_proj, layer.mlp.up_proj])
+
+    def __call__(self, h_BC: Tensor, cache_layer: Any, now: Now) -> Tensor:
+        """The residual stream [B, C] -> [B, C]."""
+        layer = self.layer
+        y_BR = decode_linear(h_BC, self.weight, self.bias, **norm_of(layer.pre_mixer_norm))
+        o_BM = self.mix(y_BR, cache_layer, now)
+        h_BC = _add(o_BM, layer.mixer.o_proj, layer.post_mixer_norm, h_BC)
+        activation = _ACTIVATIONS.get(layer.mixer.spec.hidden_act)
+        if activation is None:
+            return h_BC + layer.mlp_branch(h_BC)
+        norm = norm_of(layer.pre_mlp_norm)
+        m_BI = decode_linear(h_BC, *self.gate_up, swiglu=True, activation=activation, **norm)
+        return _add(m_BI, layer.mlp.down_proj, layer.post_mlp_norm, h_BC)
+
+    def mix(self, y_BR: Tensor, cache_layer: Any, now: Now) -> Tensor:
+        """All projections of the token -> what the output projection reads, [B, M]."""
+        raise NotImplementedError
+
+
+class AttentionStep(LayerStep):
+    """Softmax attention over a slot's keys, full or a ring."""
+
+    def mix(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
+        """See ``LayerStep``."""
+        spec, width = self.layer.mixer.spec, sum(self.sizes[:3])
+        q_BHD = _placed(y_BR[:, :width], self.layer.mixer, cache_layer, now, norms=True)
+        o_BHD = decode_attention(
+            q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots],
+            scale=spec.attention_scale, soft_cap=spec.attention_softcap,
+        )  # fmt: skip
+        o_BM = o_BHD.flatten(1)
+        return o_BM if len(self.sizes) == 3 else o_BM * (2.0 * torch.sigmoid(y_BR[:, width:]))
+
+
+class GatedDeltaNetStep(LayerStep):
+    """The recurrence, its convolution and its gated norm."""
+
+    def mix(self, y_BR: Tensor, cache_layer: LinearAttentionLayer, now: Now) -> Tensor:
+        """See ``LayerStep``."""
+        qkv_BM, *others = y_BR.split([sum(self.sizes[:3]), *self.sizes[3:]], dim=-1)
+        if self.layer.mixer.spec.qk_norm is not None:
+            qkv_BM = _normed_heads(qkv_BM, self.layer.mixer)
+        return self.mix_heads(qkv_BM, others, cache_layer, now).flatten(1)
+
+    def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
+        """q, k, v, and the other projections in their order -> outputs of the heads, [B, H, D]."""
+        mixer: Any = self.layer.mixer
+        gate_BM, beta_BH, decay_BH = others[:3]
+        return gdn_step(
+            qkv_BM, beta_BH, decay_BH, mixer.log_rate, mixer.rate_bias,
+            cache_layer.recurrent_states[0], mixer.out_norm_weight,
+            gate_BM.unflatten(1, (mixer.num_heads, mixer.head_dim)),
+            eps=mixer.spec.rms_norm_eps, gate_fn="2sigmoid",
+            conv_weight_CW=None if mixer.conv is None else mixer.conv.weight,
+            conv_history_BCP=None if mixer.conv is None else cache_layer.conv_states[0],
+        )  # fmt: skip
+
+
+class WindowedGatedDeltaNetStep(GatedDeltaNetStep):
+    """The recurrence and a ring of keys under one softmax."""
+
+    def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
+        """See ``GatedDeltaNetStep``."""
+        mixer: Any = self.layer.mixer
+        linear_BHD = super().mix_heads(qkv_BM, others, cache_layer, now)
+        q_BHD = _placed(qkv_BM, mixer, cache_layer, now, norms=False)
+        return decode_window(
+            q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots],
+            linear_BHD, others[3], now.outside[mixer.window],
+            scale=mixer.spec.attention_scale, soft_cap=mixer.spec.attention_softcap,
+        )  # fmt: skip
+
+
+def layer_step(layer: DecoderLayer) -> LayerStep:
+    """The one-token form of a layer.
+
+    Raises:
+        ValueError: its mixer has none.
+    """
+    mixer = layer.mixer
+    if isinstance(mixer, Attention):
+        return AttentionStep(layer)
+    if isinstance(mixer, WindowedGatedDeltaNet):
+        return WindowedGatedDeltaNetStep(layer)
+    if isinstance(mixer, GatedDeltaNet):
+        return GatedDeltaNetStep(layer)
+    raise ValueError(f"a {mixer.kind} mixer has no one-token step; use the model's own generate()")
+
+
+def _add(x_BM: Tensor, linear: nn.Linear, norm: nn.Module, residual_BC: Tensor) -> Tensor:
+    """residual + norm(linear(x)), [B, C]."""
+    if not isinstance(norm, RMSNorm):
+        return decode_linear(x_BM, linear.weight, linear.bias, residual_BO=residual_BC)
+    return normed(decode_linear(x_BM, linear.weight, linear.bias), norm, residual_BC)
+
+
+def normed(x_BC: Tensor, norm: RMSNorm, residual_BC: Tensor | None = None) -> Tensor:
+    """residual + norm(x), [B, C]."""
+    return decode_norm(x_BC, norm.weight, residual_BC, eps=norm.eps, offset=norm.offset)
+
+
+def norm_of(norm: nn.Module) -> dict[str, Any]:
+    """A norm as the keywords of ``decode_linear``."""
+    if not isinstance(norm, RMSNorm):
+        return {}
+    return {"norm_weight_C": norm.weight, "norm_eps": norm.eps, "norm_offset": norm.offset}
+
+
+def _head_norms(mixer: Any) -> dict[str, Any]:
+    """The q/k norms of a mixer as the keywords of ``decode_heads``."""
+    if mixer.spec.qk_norm is None:
+        return {}
+    return {
+        "q_norm_weight": mixer.q_norm.weight,
+        "k_norm_weight": mixer.k_norm.weight,
+        "norm_eps": mixer.q_norm.eps,
+        "norm_offset": mixer.q_norm.offset,
+    }
+
+
+def _placed(qkv_BM: Tensor, mixer: Any, cache: StaticKeys, now: Now, *, norms: bool) -> Tensor:
+    """Queries [B, H, D] with positions; keys and values go into the cache."""
+    cos_BD, sin_BD = (None, None) if mixer.rope_name is None else now.rope[mixer.rope_name]
+    return decode_heads(
+        qkv_BM, cache.keys, cache.values, now.slots[cache.slots], num_heads=mixer.num_heads,
+        cos_BD=cos_BD, sin_BD=sin_BD, **(_head_norms(mixer) if norms else {}),
+    )  # fmt: skip
+
+
+def _normed_heads(qkv_BM: Tensor, mixer: Any) -> Tensor:
+    """q, k and v side by side [B, M], q and k normed, no positions."""
+    rows, heads = qkv_BM.shape[0], mixer.num_heads
+    buffer = qkv_BM.new_empty(rows, 3, heads, mixer.head_dim)
+    q_BHD, k_BHD, v_BHD = buffer.unbind(1)
+    decode_heads(
+        qkv_BM, k_BHD[:, :, None], v_BHD[:, :, None], qkv_BM.new_zeros(rows, dtype=torch.int32),
+        num_heads=heads, out_BHD=q_BHD, **_head_norms(mixer),
+    )  # fmt: skip
+    return buffer.flatten(1)

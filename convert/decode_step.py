@@ -1,0 +1,61 @@
+"""One token of a whole model over a static cache, all loops; a CUDA graph can hold it.
+
+B rows, C hidden width, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ltconvert.convert.decode_layers import Now, layer_step, norm_of, normed
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.convert.students.static_cache import StaticCache
+from ltconvert.convert.students.static_layers import StaticKeys, StaticKeysAndState
+from ltconvert.kernels.decode_linear import decode_linear
+
+
+class Step:
+    """The whole model: token ids [B] -> logits [B, V]; the cache takes the token in.
+
+    Raises:
+        ValueError: a mixer that has no one-token form.
+    """
+
+    def __init__(self, model: LT2ForCausalLM, cache: StaticCache) -> None:
+        self.model, self.cache = model, cache
+        self.layers = [layer_step(layer) for layer in model.model.layers]
+        kinds = [layer for layer in cache.layers if isinstance(layer, StaticKeys)]
+        self.sizes = sorted({layer.slots for layer in kinds})
+        both = [layer for layer in kinds if isinstance(layer, StaticKeysAndState)]
+        self.windows = sorted({layer.window for layer in both if layer.window is not None})
+
+    def __call__(self, token_B: Tensor) -> Tensor:
+        """One token a row at the position that its length says; lengths grow by one."""
+        decoder, last = self.model.model, self.model.model.schedule[-1]
+        h_BC = loop_in_BC = decoder.embed(token_B)
+        now = self._now()
+        for visit in decoder.schedule:
+            if visit.opens_loop:
+                loop_in_BC = h_BC
+            h_BC = self.layers[visit.layer](h_BC, self.cache.layers[visit.slot], now)
+            if visit.closes_loop and decoder.loop_residual is not None:
+                h_BC = h_BC + decoder.loop_residual[visit.loop].to(h_BC.dtype) * loop_in_BC
+            # The norm at the very end is part of the head's product.
+            if visit.closes_loop and decoder.spec.loop_norm == "every" and visit is not last:
+                h_BC = normed(h_BC, decoder.norm)
+        self.cache.lengths_B += 1
+        logits_BV = decode_linear(h_BC, self.model.head_weight, **norm_of(decoder.norm))
+        cap = self.model.config.final_softcap
+        return logits_BV if cap is None else cap * torch.tanh(logits_BV / cap)
+
+    def _now(self) -> Now:
+        lengths_B = self.cache.lengths_B
+        ropes = self.model.model._ropes.items()
+        tables = {name: rope(lengths_B[:, None]) for name, rope in ropes}
+        return Now(
+            rope={name: (cos[:, 0], sin[:, 0]) for name, (cos, sin) in tables.items()},
+            slots={size: lengths_B % size for size in self.sizes},
+            used={size: (lengths_B + 1).clamp(max=size) for size in self.sizes},
+            outside={window: lengths_B >= window for window in self.windows},
+        )

@@ -1,0 +1,101 @@
+"""A window of softmax attention and Gated DeltaNet in one mixer, sharing one softmax.
+
+Shape letters: B rows, T tokens, C hidden width, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from ltconvert.convert.mixers.context import SequenceContext
+from ltconvert.convert.mixers.gdn import GatedDeltaNet
+from ltconvert.convert.mixers.local import local_attention
+from ltconvert.convert.mixers.rope import apply_rope
+from ltconvert.convert.teachers.spec import TeacherSpec
+
+
+class WindowedGatedDeltaNet(GatedDeltaNet):
+    """``o = p * softmax_window(q.k) v + (1 - p) * gdn``, ``p = sigmoid(log_sum - rest)``.
+
+    Softmax attention splits exactly in this way into the tokens of a window and all before them:
+    p is the share of the weights that falls into the window, ``log_sum`` the logarithm of the
+    window's exponentiated scores and ``rest`` that of the others. Here the window stays as it is in
+    the teacher (its q, k, v and positions), a Gated DeltaNet stands for the other tokens, and
+    ``rest`` is a linear function of the input, so that a head may look past the window by how much
+    its token asks for it; the weights of an attention sink, which lies outside, go there too.
+    Where nothing lies outside the window, p is 1: sequences up to the window's length are the
+    teacher's own, whatever is in the rest.
+
+    The GDN reads and writes as without a window; its cache and the window's lie side by side.
+    """
+
+    kind = "gdn_window"
+
+    def __init__(
+        self, spec: TeacherSpec, layer: int, *, conv_size: int | None, window: int
+    ) -> None:
+        super().__init__(spec, layer, conv_size=conv_size)
+        self.window = window
+        self.rope_name = spec.layer_rope[layer]
+        self.rest_proj = nn.Linear(spec.hidden_size, self.num_heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Neutral start: outside weighs as much as one key with a score of 0."""
+        super().reset_parameters()
+        if hasattr(self, "rest_proj"):  # the parent calls this before there is one
+            nn.init.zeros_(self.rest_proj.weight)
+            nn.init.zeros_(self.rest_proj.bias)
+
+    def mix(
+        self,
+        x_BTC: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: SequenceContext,
+        cache_layer: LinearAttentionCacheLayerMixin | None,
+    ) -> Tensor:
+        """Outputs of the heads, [B, T, H * D], from projections without positions."""
+        linear_BTHD = super().mix(x_BTC, q, k, v, context, cache_layer)
+        linear_BTHD = linear_BTHD.unflatten(-1, (self.num_heads, self.head_dim))
+        local_BTHD, log_sum_BTH = self._look_around(q, k, v, context, cache_layer)
+        share_BTH = torch.sigmoid(log_sum_BTH - self.rest(x_BTC).to(log_sum_BTH.dtype))
+        outside_BT = context.positions_BT >= self.window
+        share_BTH1 = share_BTH.where(outside_BT[..., None], 1.0)[..., None]
+        o_BTHD = share_BTH1 * local_BTHD + (1.0 - share_BTH1) * linear_BTHD
+        return o_BTHD.flatten(2).to(x_BTC.dtype)
+
+    def rest(self, x_BTC: Tensor) -> Tensor:
+        """Logarithm of the exponentiated scores outside the window, [B, T, H]."""
+        return self.rest_proj(x_BTC)
+
+    def _look_around(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: SequenceContext,
+        cache_layer: LinearAttentionCacheLayerMixin | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The window's outputs [B, T, H, D] and the log of its summed weights [B, T, H]."""
+        q_BHTD, k_BHSD, v_BHSD = (y.transpose(1, 2) for y in (q, k, v))
+        if self.rope_name is not None:
+            cos, sin = context.rope[self.rope_name]
+            q_BHTD, k_BHSD = apply_rope(q_BHTD, cos, sin), apply_rope(k_BHSD, cos, sin)
+        if cache_layer is not None:
+            k_BHSD, v_BHSD = cast(CacheLayerMixin, cache_layer).update(k_BHSD, v_BHSD)
+        o_BHTD, log_sum_BHT = local_attention(
+            q_BHTD,
+            k_BHSD,
+            v_BHSD,
+            context,
+            window=self.window,
+            scale=self.spec.attention_scale,
+            cap=self.spec.attention_softcap,
+        )
+        return o_BHTD.transpose(1, 2), log_sum_BHT.transpose(1, 2)

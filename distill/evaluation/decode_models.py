@@ -1,0 +1,60 @@
+"""A teacher and its student of random weights: the time of a step does not depend on values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ltconvert.convert.mixers import MIXERS
+from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.convert.transfer import student_options
+from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
+from ltconvert.distill.selection.simple import uniform_layers
+from ltconvert.errors import UserError
+from ltconvert.recipes.schema import StudentSettings
+
+
+def student_config(
+    spec: TeacherSpec, settings: StudentSettings, mixers: Sequence[str] = ()
+) -> LT2Config:
+    """The config that a recipe's student has, full layers evenly spaced unless they are listed.
+
+    Args:
+        mixers: in place of the recipe's: one for all layers that are not full, or one a layer.
+
+    Raises:
+        UserError: an unknown mixer, another number of them than layers, or full layers that the
+            teacher does not have.
+    """
+    if unknown := sorted(set(mixers) - set(MIXERS)):
+        raise UserError(f"unknown mixer {unknown[0]!r}; known: {', '.join(MIXERS)}")
+    if len(mixers) <= 1:
+        mixers = _pattern(spec.num_layers, settings, [*mixers, settings.mixer][0])
+    if len(mixers) != spec.num_layers:
+        raise UserError(
+            f"{len(mixers)} mixers for {spec.num_layers} layers; give one for all, or one a layer"
+        )
+    options = student_options(spec, settings.model_dump())
+    return LT2Config.from_spec(spec, list(mixers), **options)
+
+
+def _pattern(num_layers: int, settings: StudentSettings, mixer: str) -> list[str]:
+    keep = settings.full_layers
+    if isinstance(keep, list):
+        full = listed_layers(keep, num_layers)
+    else:
+        full = uniform_layers(count_full_layers(keep, num_layers), num_layers)
+    return ["full" if layer in full else mixer for layer in range(num_layers)]
+
+
+def random_model(
+    config: LT2Config, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> LT2ForCausalLM:
+    """A model of new weights, frozen and in eval mode."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: Any = LT2ForCausalLM(config)
+    return model.to(dtype).requires_grad_(False).eval()

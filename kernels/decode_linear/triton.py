@@ -1,0 +1,123 @@
+"""``decode_linear`` in Triton: one launch. As in `gdn_step`, eager calls go to the kernel directly
+and only ``torch.compile`` sees a registered op.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ltconvert.kernels.decode_linear.kernels import several_kernel, single_kernel
+from ltconvert.kernels.decoding import processors
+from ltconvert.kernels.limits import MOST_DECODED_ROWS
+
+STAGES = 5  # blocks of the weight read ahead, the one at work counted; paid in shared memory
+ROW_BYTES = 1024  # of a row of the weight in a block, for one row of x
+OUTPUTS = (16, 8, 4, 2, 1)  # of a program, for one row of x
+BLOCK_BYTES = 8192  # of a block of the weight, for several rows of x
+WIDE_OUTPUTS = (64, 32, 16)  # of a program, for several rows of x
+LEAST = {"single": 1.5, "several": 0.95}  # programs a multiprocessor, where outputs suffice
+
+
+def decode_linear(
+    x_BC: Tensor,
+    weight_OC: Tensor,
+    bias_O: Tensor | None,
+    *,
+    norm_weight_C: Tensor | None,
+    norm_eps: float,
+    norm_offset: float,
+    residual_BO: Tensor | None,
+    swiglu: bool,
+    activation: str,
+) -> Tensor:
+    """See ``ltconvert.kernels.decode_linear.decode_linear``."""
+    run = _registered_run if torch.compiler.is_compiling() else _run
+    return run(
+        x_BC, weight_OC, bias_O, norm_weight_C, residual_BO, norm_eps, norm_offset, swiglu,
+        activation,
+    )  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """How a shape is run: the kernel's constants and its launch options."""
+
+    constants: dict[str, Any]
+    launch: dict[str, int]
+
+
+def _run(
+    x_BC: Tensor,
+    weight_OC: Tensor,
+    bias_O: Tensor | None,
+    norm_weight_C: Tensor | None,
+    residual_BO: Tensor | None,
+    norm_eps: float,
+    norm_offset: float,
+    swiglu: bool,
+    activation: str,
+) -> Tensor:
+    y_BO = _new(x_BC, weight_OC, swiglu)
+    batch, outputs = y_BO.shape
+    if not batch or not outputs:
+        return y_BO
+    kernel, find = (single_kernel, _plan_single) if batch == 1 else (several_kernel, _plan_several)
+    channels = x_BC.shape[1]
+    plan = find(outputs, channels, x_BC.element_size(), swiglu, processors(x_BC.device))
+    small = [x if x is None else x.contiguous() for x in (bias_O, norm_weight_C, residual_BO)]
+    with torch.cuda.device_of(x_BC):
+        kernel[(triton.cdiv(outputs, plan.constants["BO"]),)](
+            x_BC.contiguous(), weight_OC, *small, y_BO, batch, outputs, weight_OC.stride(0),
+            norm_eps, norm_offset, C=channels, SWIGLU=swiglu, ACTIVATION=activation,
+            **plan.constants, **plan.launch,
+        )  # fmt: skip
+    return y_BO
+
+
+_registered_run = torch.library.custom_op("ltconvert::decode_linear", _run, mutates_args=())
+
+
+@_registered_run.register_fake
+def _output(x_BC: Tensor, weight_OC: Tensor, *inputs: Any) -> Tensor:
+    return _new(x_BC, weight_OC, swiglu=inputs[5])
+
+
+def _new(x_BC: Tensor, weight_OC: Tensor, swiglu: bool) -> Tensor:
+    return x_BC.new_empty(x_BC.shape[0], weight_OC.shape[0] // (2 if swiglu else 1))
+
+
+@cache
+def _plan_single(
+    outputs: int, channels: int, item_bytes: int, swiglu: bool, multiprocessors: int
+) -> Plan:
+    rows = OUTPUTS[1:] if swiglu else OUTPUTS  # twice as many are read then
+    block = min(triton.next_power_of_2(channels), ROW_BYTES // item_bytes)
+    chosen = _most(rows, outputs, LEAST["single"] * multiprocessors)
+    return Plan({"BO": chosen, "BC": block, "STAGES": STAGES}, {"num_warps": 4})
+
+
+@cache
+def _plan_several(
+    outputs: int, channels: int, item_bytes: int, swiglu: bool, multiprocessors: int
+) -> Plan:
+    rows = WIDE_OUTPUTS[1:] if swiglu else WIDE_OUTPUTS
+    chosen = _most(rows, outputs, LEAST["several"] * multiprocessors)
+    full = item_bytes == 4
+    # Narrower blocks in matrix units have given wrong results on Hopper (docs/negative-results.md);
+    # in fp32 wider ones run out of registers.
+    block = 64 if full else max(64, BLOCK_BYTES // (chosen * (2 if swiglu else 1) * item_bytes))
+    constants = {
+        "BO": chosen, "BC": block, "BB": MOST_DECODED_ROWS,
+        "PRECISION": ("ieee" if torch.version.hip else "tf32x3") if full else "tf32",
+    }  # fmt: skip
+    return Plan(constants, {"num_warps": 4, "num_stages": 2 if full else STAGES})
+
+
+def _most(choices: tuple[int, ...], outputs: int, programs: float) -> int:
+    """The most outputs a program that leave so many programs; else the fewest."""
+    enough = (x for x in choices if triton.cdiv(outputs, x) >= programs)
+    return next(enough, choices[-1])

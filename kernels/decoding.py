@@ -1,0 +1,26 @@
+"""What the ops of a decoded token share."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+PROCESSORS = 128  # where the device does not say; only how work is divided depends on it
+
+
+def refuse_gradients(op: str, *tensors: Tensor | None) -> None:
+    """Raise ValueError where autograd would want a gradient of ``op``, which has none."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError(f"{op} has no gradient: call it under torch.no_grad()")
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a stand-in for other devices."""
+    return _of_gpu(device.index) if device.type == "cuda" else PROCESSORS
+
+
+@cache
+def _of_gpu(index: int | None) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

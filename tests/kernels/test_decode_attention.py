@@ -1,0 +1,279 @@
+"""decode_attention against a loop over rows and heads in fp64; the Triton kernels three ways.
+
+Without a GPU the kernels run in Triton's interpreter, in fp32 on small shapes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ltconvert.kernels import dispatch
+from ltconvert.kernels.decode_attention import decode_attention
+from ltconvert.kernels.parity import check, judge
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32]
+# batch, query heads, key/value heads, slots, width
+SHAPES = [
+    (1, 1, 1, 1, 1), (3, 2, 2, 45, 16), (2, 3, 3, 37, 40), (2, 3, 1, 150, 20),
+    (2, 8, 2, 130, 16), (2, 34, 2, 70, 16),
+]  # fmt: skip
+if GPU:
+    SHAPES += [
+        (1, 16, 16, 4096, 128), (8, 16, 16, 777, 128), (2, 32, 8, 2049, 128), (3, 9, 3, 515, 64),
+        (2, 8, 4, 1031, 256), (70, 16, 16, 99, 80), (1, 4, 4, 301, 256), (1, 12, 1, 5000, 96),
+    ]  # fmt: skip
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None
+    or (not GPU and os.environ.get("TRITON_INTERPRET") != "1"),
+    reason="no GPU, no interpreter",
+)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+
+
+def inputs(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = DEVICE
+) -> dict[str, Any]:
+    """Random ones. The first row has one key, the last fills the cache; slots behind hold NaN."""
+    batch, heads, groups, slots, width = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    lengths = torch.randint(1, slots + 1, (batch,), generator=generator)
+    lengths[0], lengths[-1] = 1, slots
+    k, v = normal(batch, groups, slots, width), normal(batch, groups, slots, width)
+    for row, length in enumerate(lengths.tolist()):
+        k[row, :, length:] = v[row, :, length:] = torch.nan
+    q = normal(batch, heads, width)
+    return {"q_BHD": q, "k_BGSD": k, "v_BGSD": v, "lengths_B": lengths.to(device)}
+
+
+def definition(
+    given: dict[str, Any], work: torch.dtype, *, scale: float, soft_cap: float | None = None
+) -> dict[str, Tensor]:
+    """One row and head at a time, in ``work``."""
+    q, k, v = (given[name].to(work) for name in ("q_BHD", "k_BGSD", "v_BGSD"))
+    o, group = torch.empty_like(q), q.shape[1] // k.shape[1]
+    for b, length in enumerate(given["lengths_B"].tolist()):
+        for h in range(q.shape[1]):
+            scores = k[b, h // group, :length] @ q[b, h] * scale
+            if soft_cap is not None:
+                scores = soft_cap * (scores / soft_cap).tanh()
+            weights = (scores - scores.max()).exp()
+            o[b, h] = weights @ v[b, h // group, :length] / weights.sum()
+    return {"o": o}
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=needs_triton)])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The backend asked for; in the interpreter blocks so small that keys come in several parts."""
+    monkeypatch.setattr(dispatch, "_requests", dispatch.Requests(request.param))
+    if request.param != "triton":
+        yield request.param
+        return
+    from ltconvert.kernels.decode_attention import triton
+
+    if not GPU:
+        monkeypatch.setattr(triton, "TILE", 256)
+        monkeypatch.setattr(triton, "KEYS", 16)
+    triton._plan.cache_clear()
+    yield request.param
+    triton._plan.cache_clear()
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_value(
+    backend: str, shape: tuple[int, ...], dtype: torch.dtype, soft_cap: float | None
+) -> None:
+    options = {"scale": 1.5 * shape[-1] ** -0.5, "soft_cap": soft_cap}
+    given = inputs(shape, dtype)
+    truth, plain = (definition(given, work, **options) for work in (torch.float64, dtype))
+    found = decode_attention(**given, **options)
+    assert found.dtype == dtype and found.is_contiguous()
+    check(judge(truth, plain, {"o": found}, dtype))
+    short = {**given, "lengths_B": given["lengths_B"].int()}
+    assert torch.equal(decode_attention(**short, **options), found)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("shape", [(2, 2, 2, 90, 16), (2, 6, 2, 90, 16)])
+def test_any_number_of_parts(
+    backend: str, shape: tuple[int, ...], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "triton":
+        from ltconvert.kernels.decode_attention import triton
+
+        monkeypatch.setattr(triton, "_parts", lambda *sizes: parts)
+    given = inputs(shape)
+    for name in ("k_BGSD", "v_BGSD"):
+        given[name].nan_to_num_()
+    for length in (1, 16, 17, 64, 90):
+        given["lengths_B"][:] = length
+        want = definition(given, torch.float64, scale=0.3)["o"].float()
+        torch.testing.assert_close(decode_attention(**given, scale=0.3), want)
+
+
+def test_fp64_in_the_reference() -> None:
+    given = inputs(SHAPES[3], torch.float64, "cpu")
+    with dispatch.use("reference"):
+        found = decode_attention(**given, scale=0.3, soft_cap=3.0)
+    want = definition(given, torch.float64, scale=0.3, soft_cap=3.0)["o"]
+    torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]])
+def test_caches_may_have_any_strides_but_the_last(backend: str, shape: tuple[int, ...]) -> None:
+    given = inputs(shape, DTYPES[-1])
+    want = decode_attention(**given, scale=0.3)
+    batch, heads, groups, slots, width = shape
+    tokens_first = torch.full((batch, slots, 2, groups, width + 3), torch.nan, device=DEVICE)
+    tokens_first = tokens_first.to(DTYPES[-1])
+    k, v = (x.transpose(1, 2) for x in tokens_first[..., 1 : width + 1].unbind(2))
+    k.copy_(given["k_BGSD"])
+    v.copy_(given["v_BGSD"])
+    q = torch.zeros(batch, width, heads, device=DEVICE, dtype=DTYPES[-1]).mT
+    q.copy_(given["q_BHD"])
+    lengths = given["lengths_B"].repeat_interleave(2)[::2]
+    torch.testing.assert_close(decode_attention(q, k, v, lengths, scale=0.3), want)
+
+
+def test_one_key_is_its_value_and_equal_keys_are_the_mean(backend: str) -> None:
+    given = inputs((2, 4, 2, 40, 16))
+    given["lengths_B"][:] = 1
+    found = decode_attention(**given, scale=7.0)
+    torch.testing.assert_close(found, given["v_BGSD"][:, :, 0].repeat_interleave(2, 1))
+    given["lengths_B"][:] = 33
+    v = torch.randn(2, 2, 40, 16, device=DEVICE)
+    found = decode_attention(given["q_BHD"], torch.ones_like(v), v, given["lengths_B"], scale=7.0)
+    torch.testing.assert_close(found, v[:, :, :33].mean(2).repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_lengths_out_of_range(backend: str, heads: int) -> None:
+    """They cannot be refused without waiting for the device; nothing is read outside the cache."""
+    given = inputs((3, heads, 2, 40, 16))
+    given["k_BGSD"].nan_to_num_()
+    given["v_BGSD"].nan_to_num_()
+    given["lengths_B"] = torch.tensor([10**12, 0, -3], device=DEVICE)
+    found = decode_attention(**given, scale=0.3)
+    given["lengths_B"] = torch.tensor([40, 1, 1], device=DEVICE)
+    assert torch.equal(found[0], decode_attention(**given, scale=0.3)[0])
+    assert found[1:].isnan().all()
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_scores_far_apart_and_far_from_zero(backend: str, heads: int) -> None:
+    given = inputs((1, heads, 2, 50, 16))
+    given["q_BHD"] *= 100.0
+    found = decode_attention(**given, scale=30.0)
+    torch.testing.assert_close(
+        found.double(), definition(given, torch.float64, scale=30.0)["o"], rtol=1e-3, atol=1e-3
+    )
+    far = -torch.randint(1, 5, given["q_BHD"].shape, device=DEVICE).float()  # sums are exact
+    same = {**given, "k_BGSD": torch.full_like(given["k_BGSD"], 2.0**20), "q_BHD": far}
+    found = decode_attention(**same, scale=1.0)
+    mean = given["v_BGSD"].mean(2).repeat_interleave(heads // 2, 1)
+    torch.testing.assert_close(found, mean, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]])
+def test_a_graph_takes_it_and_runs_repeat(backend: str, shape: tuple[int, ...]) -> None:
+    given = inputs(shape, DTYPES[-1])
+    want = decode_attention(**given, scale=0.3, soft_cap=5.0)
+    assert torch.equal(decode_attention(**given, scale=0.3, soft_cap=5.0), want)
+    compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**given, scale=0.3, soft_cap=5.0), want)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("groups", [4, 16])
+def test_a_cuda_graph_sees_lengths_change(groups: int) -> None:
+    given = inputs((2, 16, groups, 1500, 128), torch.bfloat16)
+    given["k_BGSD"].nan_to_num_()
+    given["v_BGSD"].nan_to_num_()
+    decode_attention(**given, scale=0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = decode_attention(**given, scale=0.1)
+    for lengths in ((1, 2), (700, 64), (1500, 1499)):
+        given["lengths_B"].copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(o, decode_attention(**given, scale=0.1))
+        truth = definition(given, torch.float64, scale=0.1)
+        check(judge(truth, definition(given, torch.bfloat16, scale=0.1), {"o": o}, torch.bfloat16))
+
+
+def test_no_rows(backend: str) -> None:
+    given = {name: value[:0] for name, value in inputs(SHAPES[1]).items()}
+    assert decode_attention(**given, scale=0.3).shape == (0, 2, 16)
+
+
+def test_parts_follow_sizes_alone() -> None:
+    pytest.importorskip("triton")
+    from ltconvert.kernels.decode_attention import triton
+
+    sizes = {"slots": 4096, "width": 128, "full": False, "multiprocessors": 132}
+    for batch, heads, groups in ((1, 16, 16), (8, 16, 16), (1, 32, 8), (1, 71, 1), (300, 16, 16)):
+        plan = triton._plan(batch, heads, groups, **sizes)
+        most = 132 * triton.RESIDENT["grouped" if plan.grouped else "single"]
+        assert plan.grouped == (heads != groups)
+        assert plan.parts == 1 or 0.75 * most < plan.programs < 1.5 * most
+    assert triton._plan(1, 16, 16, **{**sizes, "slots": 31}).parts == 1
+
+
+def test_wrong_arguments_are_named() -> None:
+    given = inputs(SHAPES[4])
+    for name, wrong, match in (
+        ("q_BHD", given["q_BHD"][..., 1:], r"q must be \[2, heads, 16\]"),
+        ("v_BGSD", given["v_BGSD"][:, :1], r"values as keys"),
+        ("lengths_B", given["lengths_B"][:1], r"lengths \[2\]"),
+        ("q_BHD", given["q_BHD"][:, 1:], r"multiple .* 7 and 2 heads"),
+        ("q_BHD", given["q_BHD"].double(), r"one dtype, got torch.float64, torch.float32"),
+        ("lengths_B", given["lengths_B"].float(), r"int32 or int64, got torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            decode_attention(**{**given, name: wrong}, scale=1.0)
+    with pytest.raises(ValueError, match="soft_cap must be positive or None, got 0"):
+        decode_attention(**given, scale=1.0, soft_cap=0.0)
+    none = given["k_BGSD"][:, :, :0]
+    with pytest.raises(ValueError, match="0 slots"):
+        decode_attention(**{**given, "k_BGSD": none, "v_BGSD": none}, scale=1.0)
+
+
+def test_a_gradient_is_refused() -> None:
+    given = inputs(SHAPES[1])
+    given["q_BHD"].requires_grad_()
+    with pytest.raises(ValueError, match="decode_attention has no gradient"):
+        decode_attention(**given, scale=1.0)
+    with torch.no_grad():
+        decode_attention(**given, scale=1.0)
+
+
+@needs_triton
+def test_what_the_kernel_does_not_take_names_the_reference() -> None:
+    double, wide = inputs(SHAPES[1], torch.float64), inputs((1, 1, 1, 3, 257))
+    turned = inputs(SHAPES[1])
+    turned["k_BGSD"] = turned["k_BGSD"].mT.contiguous().mT
+    for given, match in (
+        (double, "in fp32, got fp64"),
+        (wide, "up to 256 wide, got 257"),
+        (turned, "side by side"),
+    ):
+        with dispatch.use("triton"), pytest.raises(ValueError, match=rf"{match}.*reference"):
+            decode_attention(**given, scale=1.0)
+        with dispatch.use("auto"):
+            decode_attention(**given, scale=1.0)

@@ -1,0 +1,177 @@
+"""What stands between a decoded token's projections: against the layer's own modules, in fp64.
+
+Without a GPU the kernels run in Triton's interpreter, in fp32 on small shapes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ltconvert.kernels import dispatch
+from ltconvert.kernels.decode_heads import decode_heads
+from ltconvert.kernels.decode_norm import decode_norm
+from ltconvert.kernels.parity import check, judge
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32]
+EPS, OFFSET = 1e-5, 0.5
+# batch, query heads, key/value heads, slots, width
+SHAPES = [(3, 4, 2, 5, 12), (1, 1, 1, 1, 2), (2, 3, 3, 4, 16)]
+if GPU:
+    SHAPES += [(1, 16, 16, 64, 128), (8, 32, 8, 64, 128), (2, 8, 4, 33, 256)]
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None
+    or (not GPU and os.environ.get("TRITON_INTERPRET") != "1"),
+    reason="no GPU, no interpreter",
+)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=needs_triton)])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(dispatch, "_requests", dispatch.Requests(request.param))
+    return request.param
+
+
+def inputs(
+    shape: tuple[int, ...], norm: str, rope: bool, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Keys and values lie in one tensor, so that their strides are not those of their shape."""
+    batch, heads, groups, slots, width = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def normal(*size: int, to: torch.dtype = dtype) -> Tensor:
+        return torch.randn(size, generator=generator).to(DEVICE, to)
+
+    keys, values = normal(batch, groups, 2, slots, width).unbind(2)
+    wide = normal(batch, (heads + 2 * groups) * width + 3)
+    found = {
+        "qkv_BM": wide[:, : (heads + 2 * groups) * width],
+        "keys_BGSD": keys,
+        "values_BGSD": values,
+        "slots_B": torch.randint(0, slots, (batch,), generator=generator).to(DEVICE, torch.int32),
+        "num_heads": heads,
+        "norm_eps": EPS,
+        "norm_offset": OFFSET,
+    }
+    if norm != "none":
+        factor = (1, 1) if norm == "head" else (heads, groups)
+        found["q_norm_weight"] = normal(factor[0] * width)
+        found["k_norm_weight"] = normal(factor[1] * width)
+    if rope:
+        angles = normal(batch, width // 2, to=torch.float32).repeat(1, 2)
+        found |= {"cos_BD": 1.3 * angles.cos(), "sin_BD": 1.3 * angles.sin()}
+    return found
+
+
+def definition(given: dict[str, Any], work: torch.dtype) -> dict[str, Tensor]:
+    """One head at a time, in ``work``."""
+    i = {k: v.to(work) if isinstance(v, Tensor) and k != "slots_B" else v for k, v in given.items()}
+    keys, values = i["keys_BGSD"].clone(), i["values_BGSD"].clone()
+    batch, groups, _, width = keys.shape
+    heads = i["num_heads"]
+    q = keys.new_empty(batch, heads, width)
+    for b in range(batch):
+        row = i["qkv_BM"][b]
+        parts = row.split([heads * width, groups * width, groups * width])
+        for part, name in zip(parts[:2], ("q", "k"), strict=True):
+            weight = i.get(f"{name}_norm_weight")
+            for h in range(len(part) // width):
+                x = part[h * width : (h + 1) * width]
+                if weight is not None and len(weight) == width:
+                    x = x / (x.square().mean() + EPS).sqrt() * (weight + OFFSET)
+                elif weight is not None:
+                    own = weight[h * width : (h + 1) * width] + OFFSET
+                    x = x / (part.square().mean() + EPS).sqrt() * own
+                if "cos_BD" in i:
+                    turned = torch.cat([-x[width // 2 :], x[: width // 2]])
+                    x = x * i["cos_BD"][b] + turned * i["sin_BD"][b]
+                target = q[b, h] if name == "q" else keys[b, h, i["slots_B"][b]]
+                target.copy_(x)
+        values[b, :, i["slots_B"][b]] = parts[2].unflatten(0, (groups, width))
+    return {"q": q, "keys": keys, "values": values}
+
+
+def run(given: dict[str, Any], **more: Any) -> dict[str, Tensor]:
+    given = {k: v.clone() if k in ("keys_BGSD", "values_BGSD") else v for k, v in given.items()}
+    q = decode_heads(**given, **more)
+    return {"q": q, "keys": given["keys_BGSD"], "values": given["values_BGSD"]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rope", [False, True], ids=["plain", "rope"])
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_queries_and_cache(
+    backend: str, shape: tuple[int, ...], norm: str, rope: bool, dtype: torch.dtype
+) -> None:
+    given = inputs(shape, norm, rope, dtype)
+    truth, plain = definition(given, torch.float64), definition(given, dtype)
+    check(judge(truth, plain, run(given), dtype))
+
+
+def test_queries_keys_and_values_may_go_into_one_row(backend: str) -> None:
+    """As the linear mixers want them back."""
+    given = inputs((2, 3, 3, 1, 16), "full", False)
+    want = definition(given, torch.float64)
+    buffer = torch.empty(2, 3, 3, 16, device=DEVICE)
+    q, k, v = buffer.unbind(1)
+    given |= {"keys_BGSD": k[:, :, None], "values_BGSD": v[:, :, None]}
+    decode_heads(**given, out_BHD=q)
+    found = torch.stack([want["q"], want["keys"][:, :, 0], want["values"][:, :, 0]], dim=1)
+    torch.testing.assert_close(buffer.double(), found, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [False, True], ids=["norm", "residual"])
+@pytest.mark.parametrize("size", [(3, 7), (1, 2048), (8, 5000)])
+def test_norm_and_residual(
+    backend: str, size: tuple[int, int], residual: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(sum(size))
+    x, weight, h = (
+        torch.randn(n, generator=generator).to(DEVICE, dtype) for n in (size, size[1:], size)
+    )
+    results = []
+    for work in (torch.float64, dtype):
+        y = x.to(work) / (x.to(work).square().mean(-1, keepdim=True) + EPS).sqrt()
+        y = y * (weight.to(work) + OFFSET)
+        results.append({"y": y + h.to(work) if residual else y})
+    found = decode_norm(x, weight, h if residual else None, eps=EPS, offset=OFFSET)
+    assert found.dtype == dtype
+    check(judge(*results, {"y": found}, dtype))
+
+
+def test_fp64_in_the_reference() -> None:
+    given = {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in inputs(SHAPES[0], "head", True).items()
+    }
+    with dispatch.use("reference"):
+        found = run(given)
+    torch.testing.assert_close(found, definition(given, torch.float64))
+
+
+def test_wrong_arguments_are_named() -> None:
+    given = inputs(SHAPES[0], "head", True)
+    for changed, message in (
+        ({"num_heads": 3}, r"qkv must be \[3, 84\]"),
+        ({"cos_BD": None}, "go together"),
+        ({"cos_BD": given["cos_BD"][:, 1:]}, r"must be \[3, 12\]"),
+        ({"q_norm_weight": given["q_norm_weight"][1:]}, "48 and 24; got 11 and 12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode_heads(**(given | changed))
+    x, weight = torch.zeros(2, 3, device=DEVICE), torch.zeros(3, device=DEVICE)
+    with pytest.raises(ValueError, match=r"\[2, 3\], got \[2\] and None"):
+        decode_norm(x, weight[:2], eps=EPS)
+    with pytest.raises(ValueError, match="no gradient"):
+        decode_norm(x.requires_grad_(), weight, eps=EPS)

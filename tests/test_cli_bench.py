@@ -1,0 +1,156 @@
+"""`bench decode` on a CPU: rows, files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_model, tiny_spec
+
+from ltconvert.cli import app
+from ltconvert.cli_bench import sizes
+from ltconvert.cli_session import run
+from ltconvert.convert.checkpoint import save_student
+from ltconvert.convert.inspect import model_facts
+from ltconvert.convert.students.lt2 import LT2Config
+from ltconvert.convert.teachers.shapes import SHAPES, shape_spec
+from ltconvert.distill.evaluation import decode_bench, decode_work
+from ltconvert.errors import UserError
+
+CPU = ["--device", "cpu", "--precision", "fp32", "--steps", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(decode_work.COPY_BYTES, "cpu", 2**20)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A teacher and a hybrid student on disk."""
+    spec = tiny_spec("ouro", num_loops=2)
+    found = {}
+    for name, mixers in (("teacher", None), ("hybrid", ["gdn", "full", "window"])):
+        folder = tmp_path_factory.mktemp(name) / name
+        save_student(tiny_model(spec, mixers, window_tokens=5), None, folder, {})
+        found[name] = str(folder)
+    return found
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert run(app, ["bench", "decode", *words, *CPU, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_rows_of_a_student_and_its_teacher(
+    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--save", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
+    found = document(
+        capsys, folders["hybrid"], "--contexts", "16,1k", "--batch", "1,3", "--plain", *files
+    )
+    assert found["models"]["student"]["mixers"] == ["gdn", "full", "window"]
+    assert found["models"]["teacher"]["mixers"] == ["full"] * 3
+    assert json.loads((tmp_path / "x.json").read_text()) == found
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    keys = [(row["model"], row["batch"], row["context"], row["path"]) for row in found["rows"]]
+    assert keys == [
+        (model, batch, context, path)
+        for model in ("teacher", "student")
+        for batch in (1, 3)
+        for context in (16, 1024)
+        for path in ("fast", "plain")
+    ]
+    for row in found["rows"]:
+        share = row["tokens_per_second"] / row["roofline_tokens_per_second"]
+        assert row["roofline_share"] == pytest.approx(share)
+        speed = row["batch"] / row["ms_per_step"] * 1000
+        assert row["tokens_per_second"] == pytest.approx(speed)
+        assert row["peak_bytes"] is None
+    spec = tiny_spec("ouro", num_loops=2)
+    facts = model_facts(LT2Config.from_spec(spec), torch.float32)
+    assert found["rows"][2]["cache_bytes"] == facts.cache_bytes(1024)
+    layers = 2 * sum(layer.parameters for layer in facts.layers)
+    weights = 4 * (layers + facts.head_parameters + spec.hidden_size)
+    assert found["rows"][6]["step_bytes"] == weights + 3 * facts.cache_bytes(1024)
+
+
+def test_the_student_of_a_teacher_follows_recipe_mixers_and_full_layers(
+    folders: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [folders["teacher"], "--contexts", "4", "--batch", "1"]
+    for words, expected in (
+        ([], ["full", "gdn", "gdn"]),
+        (["--recipe", "window"], ["full", "window", "window"]),
+        (["--mixers", "window", "--full", "0"], ["window"] * 3),
+        (["--full", "[1]"], ["gdn", "full", "gdn"]),
+        (["--mixers", "gdn, window,full"], ["gdn", "window", "full"]),
+    ):
+        assert document(capsys, *small, *words)["models"]["student"]["mixers"] == expected
+
+
+def test_a_row_without_memory_says_so(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+
+    monkeypatch.setattr(decode_bench, "plain_seconds", refuse)
+    call = [folders["teacher"], "--contexts", "4", "--batch", "1", "--plain"]
+    rows = document(capsys, *call)["rows"]
+    assert [row.get("error") for row in rows] == [None, "out of memory"] * 2
+    assert run(app, ["bench", "decode", *call, *CPU]) == 0
+    assert "out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a model, or --shape"),
+        (["x", "--shape", "ouro-1.4b"], "and not both"),
+        (["--shape", "ouro-1.4"], "did you mean ouro-1.4b?"),
+        (["--shape", "ouro-1.4b", "--mixers", "gdm"], "unknown mixer 'gdm'"),
+        (["--shape", "ouro-1.4b", "--mixers", "gdn,full"], "2 mixers for 24 layers"),
+        (["--shape", "ouro-1.4b", "--contexts", "4k,x"], "such as 4k,32k"),
+        (["--shape", "ouro-1.4b", "--full", "99"], "99"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(app, ["bench", "decode", *words, *CPU]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["bench", "--help"], ["bench", "decode", "--help"]):
+        assert run(app, words) == 0
+        assert "Usage" in capsys.readouterr().out
+
+
+def test_sizes() -> None:
+    assert sizes("4k, 8K,1000") == [4096, 8192, 1000]
+    for wrong in ("", "0", "4k,,8k", "-1", "4m"):
+        with pytest.raises(UserError, match="expected numbers"):
+            sizes(wrong)
+
+
+PARAMETERS = {  # published, in units of a million
+    "smollm2-135m": 134.5,
+    "smollm2-360m": 361.8,
+    "smollm2-1.7b": 1711.4,
+    "qwen3-0.6b": 596.0,
+    "qwen3-1.7b": 1720.6,
+    "ouro-1.4b": 1434.0,
+    "ouro-2.6b": 2667.0,
+}
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_shapes_have_the_published_sizes(name: str) -> None:
+    count = model_facts(LT2Config.from_spec(shape_spec(name))).parameters
+    assert count / 1e6 == pytest.approx(PARAMETERS[name], rel=2e-3)

@@ -1,0 +1,51 @@
+"""`generate --fast`: the same text as without it, on a tiny student of random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import VOCAB, tiny_model, tiny_spec
+
+from ltconvert.cli import app
+from ltconvert.cli_session import run
+from ltconvert.convert.checkpoint import save_student
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> str:
+    """A folder with a looped hybrid that ends at the tokenizer's end."""
+    spec = tiny_spec("ouro", num_loops=2, vocab_size=VOCAB, eos_token_id=2, pad_token_id=2)
+    folder: Path = tmp_path_factory.mktemp("student") / "student"
+    save_student(tiny_model(spec, ["gdn", "full", "window"]), tiny_tokenizer, folder, {})
+    return str(folder)
+
+
+def text(capsys: pytest.CaptureFixture[str], student: str, *more: str) -> str:
+    call = ["generate", student, "-p", "the cat", "--max-new-tokens", "12", "--device", "cpu"]
+    assert run(app, [*call, "--precision", "fp32", *more]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--repetition-penalty", "1.5"], ["--chat"]], ids=str)
+def test_fast_text_is_the_plain_one(
+    options: list[str], student: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [text(capsys, student, *options, *fast) for fast in ([], ["--fast"])]
+    assert found[0] == found[1]
+    document = json.loads(text(capsys, student, *options, "--fast", "--json"))
+    assert document["text"].strip() == found[0].strip()
+    assert 0 < document["new_tokens"] <= 12
+
+
+def test_fast_sampling_follows_its_seed(student: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--fast", "--temperature", "0.9", "--top-p", "0.9", "--top-k", "50", "--seed"]
+    texts = [text(capsys, student, *options, seed) for seed in ("3", "3", "4")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_beams_are_refused(student: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(app, ["generate", student, "-p", "x", "--fast", "--beams", "2"]) == 2
+    assert "leave out --fast or --beams" in capsys.readouterr().err
