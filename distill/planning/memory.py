@@ -12,6 +12,7 @@ Activations are what autograd keeps, measured on the reference kernels: bytes a 
 from __future__ import annotations
 
 from ltconvert.convert.inspect import LayerFacts, ModelFacts
+from ltconvert.convert.mixers.flex import BLOCK_TOKENS
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import batch_shape
@@ -50,15 +51,16 @@ def stage_memory(
         ("runtime", "teacher", "student", "gradients", "optimiser", "activations", "logits"), 0
     )
     parts["runtime"] = RUNTIME_BYTES
+    flex = device == "cuda" and precision == "bf16" and recipe.runtime.compile != "off"
     parts["teacher"] = models.teacher.parameters * FP32
     parts |= {
         "align": lambda: _align(recipe.align, models, precision),
         "select": lambda: _select(recipe, models, precision, device),
         "logits": lambda: _train(
-            recipe.logits, models, precision, device, before=models.mixer_parameters
+            recipe.logits, models, precision, device, before=models.mixer_parameters, flex=flex
         ),
         "longctx": lambda: _train(
-            recipe.longctx, models, precision, device, before=models.hybrid.parameters
+            recipe.longctx, models, precision, device, before=models.hybrid.parameters, flex=flex
         ),
     }[stage]()
     if stage != "align":
@@ -108,9 +110,18 @@ def forward_select(settings: SelectSettings, models: Models, precision: str) -> 
 
 
 def _train(
-    settings: LogitsSettings, models: Models, precision: str, device: str, *, before: int
+    settings: LogitsSettings,
+    models: Models,
+    precision: str,
+    device: str,
+    *,
+    before: int,
+    flex: bool = False,
 ) -> Parts:
-    """A student of its own with what AdamW needs, beside ``before`` values of the former."""
+    """A student of its own with what AdamW needs, beside ``before`` values of the former.
+
+    ``flex``: windows are computed by flex attention, where the rows are whole blocks.
+    """
     size = models.hybrid.parameters
     tokens = settings.micro_batch_rows * settings.seq_len_tokens
     # The head's gradient is added up in fp32.
@@ -119,7 +130,7 @@ def _train(
         "student": (size + before) * FP32 + _rounded(models.hybrid, precision),
         "gradients": size * FP32,
         "optimiser": 2 * size * FP32,
-        "activations": tokens * (_kept(settings, models, precision) + _live(models.spec))
+        "activations": tokens * (_kept(settings, models, precision, flex) + _live(models.spec))
         + _mask(settings),
         "logits": _chunk(models.spec.vocab_size, tokens, precision, device) + head,
     }
@@ -134,17 +145,26 @@ def _chunk(vocab: int, tokens: int, precision: str, device: str) -> int:
     return 2 * min(tokens, MOST_TOKENS) * row_width(vocab) * itemsize
 
 
-def _kept(settings: LogitsSettings, models: Models, precision: str) -> int:
+def _kept(settings: LogitsSettings, models: Models, precision: str, flex: bool) -> int:
     """What the forward pass keeps for the backward pass, bytes a token."""
-    layers = [(x.visits, saved_bytes(models.spec, x, precision)) for x in models.hybrid.layers]
+    scores = not flex or settings.seq_len_tokens % BLOCK_TOKENS != 0
+    layers = [
+        (x.visits, saved_bytes(models.spec, x, precision, scores=scores))
+        for x in models.hybrid.layers
+    ]
     if not settings.gradient_checkpointing:
         return sum(visits * saved for visits, saved in layers)
     inputs = sum(visits for visits, _ in layers) * models.spec.hidden_size * FP32
     return inputs + max(saved for _, saved in layers)
 
 
-def saved_bytes(spec: TeacherSpec, layer: LayerFacts, precision: str, *, mlp: bool = True) -> int:
-    """What autograd keeps of one visit, bytes a token; without the MLP the mixer's part."""
+def saved_bytes(
+    spec: TeacherSpec, layer: LayerFacts, precision: str, *, mlp: bool = True, scores: bool = True
+) -> int:
+    """What autograd keeps of one visit, bytes a token.
+
+    Without ``mlp`` the mixer's part, without ``scores`` none of a window beside a recurrence.
+    """
     linear = layer.mixer in ("gdn", "gdn_window")
     hidden, intermediate, heads = _SAVED["gdn" if linear else "full", precision]
     width = spec.num_attention_heads * spec.head_dim
@@ -152,7 +172,8 @@ def saved_bytes(spec: TeacherSpec, layer: LayerFacts, precision: str, *, mlp: bo
     if layer.mixer == "gdn_window":
         assert layer.window is not None
         total += _SAVED_WINDOW[precision] * width
-        total += _SAVED_SCORE * layer.window * spec.num_attention_heads
+        if scores:
+            total += _SAVED_SCORE * layer.window * spec.num_attention_heads
     if spec.qk_norm is not None:
         total += _SAVED_QK_NORM * width
     if not mlp:
