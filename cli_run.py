@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ltconvert.cli_session import Session
     from ltconvert.convert.teachers.load import Teacher
     from ltconvert.distill.pipeline import PipelineResult
+    from ltconvert.distill.plan import Plan
     from ltconvert.distill.runlog import RunLog
     from ltconvert.recipes.schema import Recipe
 
@@ -122,6 +123,7 @@ def _begin(
 ) -> Start:
     """Say what runs where and why, check that it fits, then load the teacher."""
     from ltconvert.convert.teachers.load import load_teacher
+    from ltconvert.distill.planning.rows import recorded_rows, with_rows
     from ltconvert.distill.run_identity import RUN_FILE
     from ltconvert.distill.runlog import RunLog
 
@@ -131,8 +133,11 @@ def _begin(
     log = RunLog(run_dir, json=session.json)
     log.say(f"run folder: {run_dir}")
     precision = _say_set_up(session, log, run_dir, device)
-    if not (run_dir / RUN_FILE).exists():  # a run that has begun has shown that it fits
-        _say_plan(recipe, teacher_name, revision, run_dir, log, (device, precision))
+    if (run_dir / RUN_FILE).exists():  # a run that has begun has shown that it fits
+        recipe = with_rows(recipe, recorded_rows(recipe, run_dir))
+    else:
+        made = _say_plan(recipe, teacher_name, revision, run_dir, log, (device, precision))
+        recipe = with_rows(recipe, made.micro_batch_rows)
     teacher = load_teacher(teacher_name, device=device, revision=revision)
     loops = f" in {teacher.spec.num_loops} loops" if teacher.spec.num_loops > 1 else ""
     log.say(f"teacher: {teacher.name}, {teacher.spec.num_layers} layers{loops}")
@@ -168,15 +173,17 @@ def _say_plan(
     run_dir: Path,
     log: RunLog,
     where: tuple[torch.device, str],
-) -> None:
+) -> Plan:
     """Refuse what cannot fit before anything is loaded; what it takes in a few lines."""
     from ltconvert.convert.teachers.load import describe_teacher
     from ltconvert.distill import plan as planning
     from ltconvert.distill.planning.render import summary_lines
 
     spec, _ = describe_teacher(teacher_name, revision=revision)
-    for line in summary_lines(planning.plan(recipe, spec, *where, run_dir=run_dir)):
+    made = planning.plan(recipe, spec, *where, run_dir=run_dir)
+    for line in summary_lines(made):
         log.say(f"plan: {line}")
+    return made
 
 
 def _check_out(run_dir: Path) -> None:

@@ -24,7 +24,7 @@ class StepPlan:
 
 def plan_steps(settings: TrainSettings, world: int = 1) -> StepPlan:
     """Cut the budget into steps of about `batch_tokens`, at least one micro-batch a process."""
-    micro_tokens = settings.micro_batch_rows * settings.seq_len_tokens * world
+    micro_tokens = settings.rows_at_once * settings.seq_len_tokens * world
     accumulation = max(1, settings.batch_tokens // micro_tokens)
     step_tokens = accumulation * micro_tokens
     return StepPlan(accumulation, step_tokens, math.ceil(settings.budget_tokens / step_tokens))

@@ -30,6 +30,7 @@ from ltconvert.distill.lineage import START, Lineage
 from ltconvert.distill.precision import pick_precision
 from ltconvert.distill.processes import is_main_process, join_processes, wait_for_everyone
 from ltconvert.distill.records import (
+    RECIPE_FILE,
     StageRecord,
     clear_disk_errors,
     read_record,
@@ -227,5 +228,5 @@ def run(
         lineage = Lineage(recipe, teacher, shelf, precision)
         lineage.check()
         if is_main_process():
-            write_whole(run_dir / "recipe.resolved.yaml", recipes.dump(recipe))
+            write_whole(run_dir / RECIPE_FILE, recipes.dump(recipe))
         return Pipeline(lineage, log, device).run()

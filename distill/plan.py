@@ -20,6 +20,7 @@ from ltconvert.distill.planning.fit import refuse_disk, refuse_memory
 from ltconvert.distill.planning.machine import Machine, free_disk, measure
 from ltconvert.distill.planning.memory import Parts, stage_memory
 from ltconvert.distill.planning.models import Models, models_of
+from ltconvert.distill.planning.rows import choose_rows, with_rows
 from ltconvert.distill.planning.work import Work, selection_cost, stage_work
 from ltconvert.distill.selection.result import Cost
 from ltconvert.errors import UserError
@@ -56,6 +57,8 @@ class Plan:
 
     Attributes:
         keep: layers that stay full.
+        micro_batch_rows: rows a forward pass of every training stage, chosen where the recipe
+            leaves them open.
         selection: cost of selecting if nothing settles early; None when the stage does not run.
         disk_bytes: the run folder at its fullest.
     """
@@ -65,6 +68,7 @@ class Plan:
     precision: str
     machine: Machine
     keep: int
+    micro_batch_rows: dict[str, int]
     teacher: ModelFacts
     student: ModelFacts
     rows: tuple[StagePlan, ...]
@@ -114,6 +118,8 @@ def plan(
     device = torch.device(device)
     machine = machine or measure(device, precision)
     models = models_of(recipe, spec)
+    rows = choose_rows(recipe, models, precision, device.type, machine.free_bytes)
+    recipe = with_rows(recipe, rows)
     stages = recipe.stages
     scale = _speed(recipe, models, machine, device.type, tokens_per_second)
     made = Plan(
@@ -122,6 +128,7 @@ def plan(
         precision=precision,
         machine=machine,
         keep=models.keep,
+        micro_batch_rows=rows,
         teacher=models.teacher,
         student=models.hybrid,
         rows=tuple(

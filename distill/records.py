@@ -16,6 +16,7 @@ from typing import Any
 from ltconvert.errors import UserError
 
 STAGE_FILE = "stage.json"
+RECIPE_FILE = "recipe.resolved.yaml"
 _REFUSALS = {
     errno.ENOSPC,
     errno.EDQUOT,

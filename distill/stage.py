@@ -50,7 +50,7 @@ class StageInputs:
             self.tokenizer,
             split="train",
             seq_len_tokens=settings.seq_len_tokens,
-            rows=settings.micro_batch_rows,
+            rows=settings.rows_at_once,
             seed=self.seed,
             rank=rank,
             world=world,

@@ -88,7 +88,9 @@ class TrainSettings(Settings):
     budget_tokens: int = Field(gt=0, description="tokens this stage trains on")
     seq_len_tokens: int = Field(gt=0, description="length of a packed row")
     batch_tokens: int = Field(gt=0, description="tokens an optimiser step")
-    micro_batch_rows: int = Field(1, gt=0, description="rows a forward pass")
+    micro_batch_rows: int | None = Field(
+        None, gt=0, description="rows a forward pass; default: as many as fit and pay"
+    )
     lr: float = Field(gt=0, description="peak learning rate")
     schedule: Literal["constant", "cosine", "linear"] = Field(
         "cosine", description="after the warm-up"
@@ -109,14 +111,19 @@ class TrainSettings(Settings):
     @model_validator(mode="after")
     def _batch_holds_a_micro_batch(self) -> Self:
         """An optimiser step is at least one forward pass."""
-        least = self.micro_batch_rows * self.seq_len_tokens
+        least = self.rows_at_once * self.seq_len_tokens
         if self.batch_tokens < least:
             raise ValueError(
                 f"batch_tokens {self.batch_tokens} is less than one forward pass of"
-                f" micro_batch_rows {self.micro_batch_rows} x seq_len_tokens {self.seq_len_tokens}"
+                f" micro_batch_rows {self.rows_at_once} x seq_len_tokens {self.seq_len_tokens}"
                 f" = {least}; raise it or lower one of them"
             )
         return self
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows a forward pass; 1 where nobody has chosen."""
+        return self.micro_batch_rows or 1
 
 
 class AlignSettings(TrainSettings):

@@ -85,8 +85,10 @@ def _changes(stage: str, recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
     # The short distillation of select.method=kl takes its settings from the stage logits.
     section = "logits" if stage == "select" else stage
     settings = getattr(recipe, section)
-    if settings.micro_batch_rows > 1:
-        yield section, "micro_batch_rows", 1
+    rows = settings.rows_at_once
+    while rows > 1:
+        rows //= 2
+        yield section, "micro_batch_rows", rows
     if stage == "align":
         layers = settings.layers_at_once or 1 << 30
         yield from ((section, "layers_at_once", n) for n in (16, 8, 4, 2, 1) if n < layers)

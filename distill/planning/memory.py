@@ -72,7 +72,7 @@ def _align(settings: AlignSettings, models: Models, precision: str) -> Parts:
     mixers = [layer.mixer_parameters for layer in models.converted]
     at_once = settings.layers_at_once or max(len(mixers), 1)
     active = max((sum(mixers[i : i + at_once]) for i in range(0, len(mixers), at_once)), default=0)
-    tokens = settings.micro_batch_rows * settings.seq_len_tokens
+    tokens = settings.rows_at_once * settings.seq_len_tokens
     one_mixer = max(
         (saved_bytes(models.spec, x, precision, mlp=False) for x in models.converted), default=0
     )
@@ -123,7 +123,7 @@ def _train(
     ``flex``: windows are computed by flex attention, where the rows are whole blocks.
     """
     size = models.hybrid.parameters
-    tokens = settings.micro_batch_rows * settings.seq_len_tokens
+    tokens = settings.rows_at_once * settings.seq_len_tokens
     # The head's gradient is added up in fp32.
     head = models.spec.vocab_size * models.spec.hidden_size * FP32
     return {
@@ -190,7 +190,7 @@ def _live(spec: TeacherSpec) -> int:
 
 def _mask(settings: AlignSettings | LogitsSettings) -> int:
     """Packed rows carry a mask [rows, length, length], boolean and as numbers inside SDPA."""
-    return settings.micro_batch_rows * settings.seq_len_tokens**2 * (1 + FP32)
+    return settings.rows_at_once * settings.seq_len_tokens**2 * (1 + FP32)
 
 
 def _rounded(model: ModelFacts, precision: str) -> int:

@@ -32,6 +32,10 @@ def summary_lines(plan: Plan) -> list[str]:
         if cost.trained_tokens:
             text += f" and {short_number(cost.trained_tokens)} tokens of training"
         lines.append(f"{text}, less when the choice settles early")
+    counts = plan.micro_batch_rows
+    chosen = [f"{row.stage} {counts[row.stage]}" for row in plan.rows if row.stage in counts]
+    if chosen:
+        lines.append(f"Rows a forward pass: {', '.join(chosen)}")
     peak = max((row.peak_bytes for row in plan.rows), default=0)
     lines.append(
         f"Memory: {gib(peak)} of {gib(plan.machine.free_bytes)} free on {plan.device} "

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ltconvert.distill.records import RECIPE_FILE
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import STAGES
 
@@ -84,7 +85,7 @@ def read_run(folder: Path) -> RunFolder:
     if not folder.is_dir():
         raise UserError(f"no run folder {folder}")
     run = RunFolder(folder, owner=_json(folder / "run.json"))
-    recipe = folder / "recipe.resolved.yaml"
+    recipe = folder / RECIPE_FILE
     if recipe.exists():
         run.recipe_text = recipe.read_text(encoding="utf-8")
         run.recipe = yaml.safe_load(run.recipe_text)

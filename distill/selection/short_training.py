@@ -38,7 +38,7 @@ def short_settings(full: LogitsSettings, select: SelectSettings) -> tuple[Logits
     writing a checkpoint that nobody reads.
     """
     row = select.seq_len_tokens
-    rows = max(1, full.micro_batch_rows * full.seq_len_tokens // row)
+    rows = max(1, full.rows_at_once * full.seq_len_tokens // row)
     batch = min(full.batch_tokens, max(row, select.train_tokens // POINTS))
     settings = full.model_copy(
         update={

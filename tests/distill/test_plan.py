@@ -12,18 +12,27 @@ import torch
 from helpers import tiny_model, tiny_spec, tokens
 from rich.console import Console
 
+from ltconvert import recipes
 from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill.align import AlignObjective
 from ltconvert.distill.logits import LogitsObjective
+from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.plan import Plan, plan
 from ltconvert.distill.planning.machine import Machine, free_disk, free_memory, measure
 from ltconvert.distill.planning.memory import saved_bytes, stage_memory
 from ltconvert.distill.planning.models import models_of
 from ltconvert.distill.planning.render import render_plan, summary_lines
+from ltconvert.distill.planning.rows import (
+    SHARE_OF_MEMORY,
+    choose_rows,
+    recorded_rows,
+    with_rows,
+)
 from ltconvert.distill.planning.work import forward_flops
+from ltconvert.distill.records import RECIPE_FILE
 from ltconvert.errors import UserError
 from ltconvert.kernels import dispatch
 from ltconvert.recipes.schema import Recipe
@@ -301,7 +310,7 @@ def test_table_shows_every_stage_and_what_is_free() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("align", "select", "logits", "longctx", "peak", "64.0 GiB free", "2 of 8 layers"):
         assert words in text
-    assert len(summary_lines(made)) == 6
+    assert len(summary_lines(made)) == 7
 
 
 def test_a_recipe_that_does_not_fit_the_teacher_is_refused() -> None:
@@ -317,3 +326,40 @@ def test_this_machine_can_be_measured(tmp_path: Path) -> None:
     assert machine.flops > 1e8
     assert machine.bytes_per_second > 1e8
     assert free_disk(tmp_path / "a" / "b") > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rows_are_as_many_as_fit_and_pay_and_divide_a_step(device: str) -> None:
+    chosen = recipe(logits={"seq_len_tokens": 512, "batch_tokens": 48 * 512})
+    models = models_of(chosen, deep())
+
+    def rows(free: float, **logits: Any) -> dict[str, int]:
+        sections = {"logits": chosen.logits.model_dump() | logits}
+        return choose_rows(recipe(**sections), models, "fp32", device, int(free))
+
+    plenty = rows(1e15)
+    assert plenty["logits"] == {"cpu": 4, "cuda": 48}[device]
+    assert rows(1e15, micro_batch_rows=3)["logits"] == 3
+    assert rows(0)["logits"] == 1
+    one = sum(stage_memory("logits", chosen, models, "fp32", device).values())
+    some = rows(one / SHARE_OF_MEMORY)["logits"]
+    assert some == 1
+    four = with_rows(chosen, {"logits": 4})
+    need = sum(stage_memory("logits", four, models, "fp32", device).values())
+    assert rows(need / SHARE_OF_MEMORY + 1)["logits"] == 4
+    assert "select" not in plenty
+
+
+def test_rows_leave_the_length_of_a_step_to_the_recipe() -> None:
+    for batch in (49_152, 32_768, 3 * 512):
+        chosen = recipe(align={"seq_len_tokens": 512, "batch_tokens": batch})
+        rows = choose_rows(chosen, models_of(chosen, deep()), "fp32", "cuda", 1 << 50)
+        assert plan_steps(with_rows(chosen, rows).align).step_tokens == batch
+
+
+def test_rows_of_a_run_that_has_begun_are_kept(tmp_path: Path) -> None:
+    chosen = recipe(align={"micro_batch_rows": 2})
+    begun = with_rows(chosen, {"logits": 8, "longctx": 4})
+    (tmp_path / RECIPE_FILE).write_text(recipes.dump(begun))
+    assert recorded_rows(chosen, tmp_path) == {"logits": 8, "longctx": 4}
+    assert recorded_rows(chosen, tmp_path / "new") == {}
