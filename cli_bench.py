@@ -56,6 +56,9 @@ def run(session: Session, request: Request) -> None:
     from ltconvert.distill.reporting import plots
 
     contexts, batches = sizes(request.contexts), sizes(request.batches)
+    for path in (request.save, request.plot):
+        if path is not None and not path.parent.is_dir():
+            raise UserError(f"{path}: there is no folder {path.parent}; make it first")
     configs = models(request)
     device = session.device()
     session.choose_kernels(device)
@@ -79,14 +82,14 @@ def run(session: Session, request: Request) -> None:
         "models": {name: _facts(config) for name, config in configs.items()},
         "rows": rows,
     }
-    if request.save is not None:
-        request.save.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if request.plot is not None:
-        request.plot.write_bytes(plots.bench(rows))
     if session.json:
         output.print_json(document)
     else:
         output.print_table("", COLUMNS, [_cells(row) for row in rows])
+    if request.save is not None:
+        request.save.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if request.plot is not None:
+        request.plot.write_bytes(plots.bench(rows))
 
 
 def sizes(text: str) -> list[int]:
@@ -120,6 +123,11 @@ def models(request: Request) -> dict[str, LT2Config]:
         config, _ = read_config(student_folder(str(request.reference)), None)
     teacher = LT2Config.from_spec(config.spec())
     if set(config.mixers) != {"full"}:
+        if request.mixers or request.full:
+            raise UserError(
+                f"{request.reference} is a student, with its own mixers and full layers; "
+                "leave out --mixers and --full"
+            )
         return {"teacher": teacher, "student": config}
     mixers = request.mixers.split(",") if request.mixers else []
     student = student_config(config.spec(), _settings(request), [m.strip() for m in mixers])

@@ -50,7 +50,7 @@ class Block:
         self._copied: torch.cuda.Event | None = None
         if token_B.is_cuda:
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(token_B.device))
 
     def tokens(self) -> Tensor:
         """The tokens [B, n] on the CPU."""

@@ -6,6 +6,7 @@ B rows, T tokens of the prompt, N new tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ class Decoder:
             )
         self._places = places(model)
         self._advances: dict[Sampling, Callable[[], None]] = {}
+        self._calls = 0
 
     def generate(
         self,
@@ -79,7 +81,6 @@ class Decoder:
         )  # fmt: skip
         return torch.cat(list(blocks), dim=1)
 
-    @torch.no_grad()
     def stream(
         self,
         input_ids: Tensor,
@@ -100,24 +101,53 @@ class Decoder:
                 default the model's own.
 
         Raises:
+            RuntimeError: when read on after a later call has begun.
             ValueError: shapes that do not fit this decoder, a mask that is not padding at the
                 left, or weights that have moved.
         """
         padding = self._check(input_ids, attention_mask, max_new_tokens)
+        self._calls += 1  # the cache is this call's from here on
+        return self._stream(
+            input_ids, attention_mask, padding, max_new_tokens, sampling, seed, stop_tokens
+        )
+
+    def _stream(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        padding: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        stop_tokens: Sequence[int] | None,
+    ) -> Iterator[Tensor]:
+        call = self._calls
         rows = Rows.of(self.model, self.batch, stop_tokens)
-        advance = self.prepare(sampling)
-        self.generator.manual_seed(seed)
-        self._mark_prompt(input_ids, attention_mask)
-        self._take(self.prefill(input_ids, padding), sampling)
-        waiting: Block | None = Block(self.token_B, 1, None)
+        with torch.no_grad(), self._on_device():
+            advance = self.prepare(sampling)
+            self.generator.manual_seed(seed)
+            self._mark_prompt(input_ids, attention_mask)
+            self._take(self.prefill(input_ids, padding), sampling)
+            waiting: Block | None = Block(self.token_B, 1, None)
         made = 1
         while waiting is not None:
+            if call != self._calls:
+                raise RuntimeError(
+                    "this stream's cache is in use by a later call; read one to its end before the "
+                    "next, or make a Decoder for each"
+                )
             count = min(self.block_tokens, max_new_tokens - made)
-            following = Block(self.token_B, count, advance) if count else None
+            with torch.no_grad(), self._on_device():
+                following = Block(self.token_B, count, advance) if count else None
             made += count
             if (tokens := rows.cut(waiting.tokens())).shape[1]:
                 yield tokens
             waiting = None if rows.all_done else following
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """The model's GPU as the current one, whose streams and graphs these are."""
+        device = self.model.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, padding: Sequence[int]) -> Tensor:
@@ -189,6 +219,8 @@ class Decoder:
 
     def _check(self, ids_BT: Tensor, mask_BT: Tensor | None, new_tokens: int) -> list[int]:
         """Padding at the left of each row."""
+        if ids_BT.dim() != 2:
+            raise ValueError(f"expected prompts [rows, tokens], got {list(ids_BT.shape)}")
         rows, width = ids_BT.shape
         if rows != self.batch or not width:
             raise ValueError(

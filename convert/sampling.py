@@ -32,7 +32,8 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or self.repetition_penalty <= 0:
+        # Written so that NaN is refused, too.
+        if not (self.temperature >= 0 and self.top_k >= 0 and self.repetition_penalty > 0):
             raise ValueError(
                 "temperature and top_k must not be negative and repetition_penalty must be above "
                 f"0, got {self.temperature}, {self.top_k} and {self.repetition_penalty}"

@@ -113,9 +113,9 @@ class Outside:
 
     def _add(self, x_BTC: Tensor, context: SequenceContext) -> None:
         length, window = x_BTC.shape[1], self.mixer.window
-        step = max(1, (length - window) // self.QUERIES)
-        at_n = torch.arange(window, length, step, device=x_BTC.device)
-        if len(at_n) == 0:
+        step = max(1, -(-(length - window) // self.QUERIES))
+        at_n = torch.arange(window, max(length, window), step, device=x_BTC.device)
+        if len(at_n) == 0 or self.mixer.closed:
             return
         scores_BHnT, v_BHTD = self.source.scores(x_BTC, context, at_n)
         seen_BnT = self._outside(context, at_n)

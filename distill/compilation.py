@@ -36,7 +36,9 @@ class Choice:
 
 
 def choose(setting: CompileSetting, device: torch.device, steps: int) -> Choice:
-    """What a setting means on a device with so many steps to go."""
+    """What a setting means on a device for so many steps; those of the whole stage, so that a run
+    which is resumed near its end goes on as it began.
+    """
     if setting != "auto":
         return Choice(setting == "layers", "as asked")
     if device.type != "cuda":

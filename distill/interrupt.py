@@ -1,9 +1,11 @@
-"""Ctrl-C and SIGTERM during training: finish the step, keep the work, then stop."""
+"""Ctrl-C, SIGTERM or the end of its time in training: finish the step, keep the work, then stop."""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,20 +18,34 @@ class Stopped(KeyboardInterrupt):
     """
 
 
-class StopRequest:
-    """Whether a signal has come."""
+class OutOfTime(Stopped):
+    """Training stopped at the end of the time that it was given, after its checkpoint."""
 
-    def __init__(self) -> None:
+
+class StopRequest:
+    """Whether a signal has come, or the time is up.
+
+    Args:
+        limit_s: seconds from now on; None: as long as it takes.
+    """
+
+    def __init__(self, limit_s: float | None = None) -> None:
         self.signal: signal.Signals | None = None
+        self._end = math.inf if limit_s is None else time.monotonic() + limit_s
 
     def __bool__(self) -> bool:
-        return self.signal is not None
+        return self.signal is not None or time.monotonic() >= self._end
+
+    def error(self, message: str) -> Stopped:
+        """What to raise once training has stopped."""
+        timed = self.signal is None and self._end < math.inf
+        return OutOfTime(message) if timed else Stopped(message)
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
+def stop_requests(limit_s: float | None = None) -> Iterator[StopRequest]:
     """Note the first SIGINT or SIGTERM instead of acting on it; a second one acts at once."""
-    request = StopRequest()
+    request = StopRequest(limit_s)
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may set handlers
         return

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ltconvert.distill import compilation
 from ltconvert.distill.gradients import BAD, NORM, Gradients
-from ltconvert.distill.interrupt import Stopped, StopRequest, stop_requests
+from ltconvert.distill.interrupt import StopRequest, stop_requests
 from ltconvert.distill.objective import Objective, Stream, TrainResult
 from ltconvert.distill.optim import StepPlan, build_optimizer, lr_share, plan_steps, set_lr
 from ltconvert.distill.precision import autocast
@@ -79,20 +79,25 @@ def train(
     device: torch.device | str,
     seed: int,
     compile: CompileSetting = "auto",
+    limit_s: float | None = None,
 ) -> TrainResult:
     """Train `objective.module` in place on `settings.budget_tokens` tokens.
 
     Goes on from `<stage_dir>/checkpoint` when there is one, bit for bit on a CPU in fp32.
 
+    Args:
+        limit_s: seconds after which it stops as on a signal; None: as long as it takes.
+
     Raises:
         UserError: the loss or a gradient is not finite, or the checkpoint does not fit.
         Stopped: SIGINT or SIGTERM came; the step is finished and saved.
+        OutOfTime: the same, since `limit_s` is over.
     """
     device = torch.device(device)
     with ExitStack() as stack:
         if device.type != "cpu":  # on a CPU the thread would only take time from the step
             stream = stack.enter_context(closing(Prefetch(stream, pin=device.type == "cuda")))
-        request = stack.enter_context(stop_requests())
+        request = stack.enter_context(stop_requests(limit_s))
         run = _Run(
             objective, stream, settings, stage, stage_dir, log, precision, device, seed, compile
         )
@@ -134,7 +139,7 @@ class _Loop:
         """All steps that are left."""
         self._start()
         run, state, plan = self.run, self.state, self.plan
-        choice = compilation.choose(run.compile, run.device, plan.steps - state.step)
+        choice = compilation.choose(run.compile, run.device, plan.steps)
         _announce(run, plan, state.step, choice)
         with (
             compilation.compiled(run.objective, choice, run.log.say),
@@ -142,7 +147,7 @@ class _Loop:
         ):
             stopping = self._steps(request)
         if stopping or request:
-            raise Stopped(self._farewell())
+            raise request.error(self._farewell())
         tokens = state.step * plan.step_tokens
         return TrainResult(state.step, tokens, state.seconds, state.metrics)
 

@@ -33,7 +33,7 @@ class StudentSettings(Settings):
         description="layers kept as full attention: a share (0.25), a count (8) or a list ([0, 4])",
     )
     window_tokens: int = Field(
-        512,
+        128,
         gt=0,
         description="window of `window` and `gdn_window` mixers, the token itself counted",
     )
@@ -263,6 +263,22 @@ class Recipe(Settings):
         wanted = [stage for stage in STAGES if getattr(self, stage).enabled]
         converts = self.student.mixer != "full"
         return [stage for stage in wanted if converts or stage not in ("align", "select")]
+
+    @model_validator(mode="after")
+    def _rows_reach_beyond_the_window(self) -> Self:
+        """Where rows are no longer than the window nothing is there to learn or to measure."""
+        window = self.student.window_tokens
+        if self.student.mixer not in ("window", "gdn_window"):
+            return self
+        for stage in self.stages:
+            settings = getattr(self, stage)
+            idle = stage == "select" and settings.method in ("uniform", "list")
+            if settings.seq_len_tokens <= window and not idle:
+                raise ValueError(
+                    f"{stage}.seq_len_tokens {settings.seq_len_tokens} shows nothing outside"
+                    f" student.window_tokens {window}; make the rows longer or the window smaller"
+                )
+        return self
 
     @model_validator(mode="after")
     def _list_method_has_a_list(self) -> Self:

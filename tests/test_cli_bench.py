@@ -83,10 +83,10 @@ def test_the_student_of_a_teacher_follows_recipe_mixers_and_full_layers(
 ) -> None:
     small = [folders["teacher"], "--contexts", "4", "--batch", "1"]
     for words, expected in (
-        ([], ["full", "gdn", "gdn"]),
+        ([], ["full", "gdn_window", "gdn_window"]),
         (["--recipe", "window"], ["full", "window", "window"]),
         (["--mixers", "window", "--full", "0"], ["window"] * 3),
-        (["--full", "[1]"], ["gdn", "full", "gdn"]),
+        (["--recipe", "linear-gdn", "--full", "[1]"], ["gdn", "full", "gdn"]),
         (["--mixers", "gdn, window,full"], ["gdn", "window", "full"]),
     ):
         assert document(capsys, *small, *words)["models"]["student"]["mixers"] == expected

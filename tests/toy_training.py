@@ -124,6 +124,7 @@ def run_toy(
     log: RunLog | None = None,
     precision: str = "fp32",
     dropout: float = 0.1,
+    limit_s: float | None = None,
 ) -> tuple[ToyObjective, TrainResult]:
     if objective is None:
         torch.manual_seed(5)
@@ -140,6 +141,7 @@ def run_toy(
         precision=precision,
         device="cpu",
         seed=3,
+        limit_s=limit_s,
     )
     return objective, result
 

@@ -140,12 +140,10 @@ class Attention(Projections):
             q_BHTD, k_BGTD = apply_rope(q_BHTD, cos, sin), apply_rope(k_BGTD, cos, sin)
         group = self.num_heads // self.num_key_value_heads
         k_BHTD, v_BHTD = (y.repeat_interleave(group, dim=1) for y in (k_BGTD, v_BGTD))
-        scores = q_BHTD[:, :, at_n] @ k_BHTD.transpose(-1, -2)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        scores = scores * self.spec.attention_scale
-        cap = self.spec.attention_softcap
-        if cap is not None:
-            scores = cap * torch.tanh(scores / cap)
+        with torch.autocast(x_BTC.device.type, enabled=False):
+            scores = exact_scores(
+                q_BHTD[:, :, at_n], k_BHTD, self.spec.attention_scale, self.spec.attention_softcap
+            )
         return scores, v_BHTD
 
 
@@ -153,6 +151,13 @@ class WindowAttention(Attention):
     """Softmax attention over the last ``window`` tokens (the token itself counted)."""
 
     kind = "window"
+
+
+def exact_scores(q: Tensor, k: Tensor, scale: float, cap: float | None) -> Tensor:
+    """``scale * q.k`` of [..., T, D] and [..., S, D], capped where there is a cap, in fp32."""
+    work = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(work) @ k.to(work).transpose(-1, -2)) * scale
+    return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
 def _capped_attention(

@@ -5,8 +5,9 @@ Shape letters: B rows, T new tokens, S cached and new tokens together, D head wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,19 +35,25 @@ class SequenceContext:
     keep_BS: Tensor | None = None
     keep_BT: Tensor | None = None
     segment_ids_BT: Tensor | None = None
-    _masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
+    _made: dict[Hashable, Any] = field(default_factory=dict)
     _block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
 
-    def prepare(self, windows: Iterable[int | None]) -> None:
-        """Make the masks of a pass without a cache, before compiled layers read them."""
+    def prepare(self, windows: Iterable[int | None], local: Iterable[int]) -> None:
+        """Make the masks of a pass without a cache, before compiled layers read them.
+
+        Args:
+            windows: of softmax attention that reads one mask over all keys.
+            local: of attention that makes its own where there are more than two windows of tokens.
+        """
         counts_BT = self.segment_ids_BT
         blocks = self.keep_BS is None and fits(self.device, self.num_tokens)
+        # One document, for all rows alike.
         one_BT = torch.zeros(1, self.num_tokens, dtype=torch.int64, device=self.device)
-        for window in windows:
+        for window in {*windows, *local}:
             if blocks and (counts_BT is not None or window is not None):
                 documents_BT = one_BT if counts_BT is None else counts_BT
                 self._block_masks[window] = block_mask(documents_BT, window)
-            else:
+            elif window in windows or self.num_tokens <= 2 * (window or 0):
                 self.attention_mask(window, self.num_tokens)
 
     def block_mask(self, window: int | None) -> BlockMask | None:
@@ -60,13 +67,18 @@ class SequenceContext:
         plain causal attention of T new tokens over T keys is meant. Padding queries see themselves
         alone, so that no softmax runs over an empty set.
         """
-        key = (window, num_keys)
-        if key in self._masks:
-            return self._masks[key]
-        mask = self._build_mask(window, num_keys)
+        return self.remembered(
+            ("mask", window, num_keys), lambda: self._build_mask(window, num_keys)
+        )
+
+    def remembered(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, made once a pass; anew where layers are compiled."""
+        if key in self._made:
+            return self._made[key]
+        made = make()
         if not torch.compiler.is_compiling():  # compiled once for each state it finds
-            self._masks[key] = mask
-        return mask
+            self._made[key] = made
+        return made
 
     def _build_mask(self, window: int | None, num_keys: int) -> Tensor | None:
         if window is not None and num_keys <= window:

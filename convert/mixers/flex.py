@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 BLOCK_TOKENS = 128
 _HALF = (torch.bfloat16, torch.float16)
@@ -33,7 +33,7 @@ def block_mask(counts_BT: Tensor, window: int | None) -> BlockMask:
     """Causal attention inside each document, over the last ``window`` tokens.
 
     Args:
-        counts_BT: the document of each token, never falling along a row.
+        counts_BT: the document of each token, never falling along a row; one row for all will do.
     """
     num_tokens = counts_BT.shape[1]
     blocks_BKt = counts_BT.unflatten(1, (-1, BLOCK_TOKENS))
@@ -46,8 +46,10 @@ def block_mask(counts_BT: Tensor, window: int | None) -> BlockMask:
         some_BKK = some_BKK & ((ahead_KK - 1) * BLOCK_TOKENS + 1 < window)
         whole_BKK = whole_BKK & ((ahead_KK + 1) * BLOCK_TOKENS - 1 < window)
 
+    own = int(counts_BT.shape[0] > 1)  # else one row stands for all
+
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (key <= query) & (counts_BT[row, query] == counts_BT[row, key])
+        seen = (key <= query) & (counts_BT[row * own, query] == counts_BT[row * own, key])
         return seen if window is None else seen & (query - key < window)
 
     return BlockMask.from_kv_blocks(
@@ -68,15 +70,16 @@ def flex_with_sum(
     cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """As `flex`, and the log of the summed exponentiated scores, [B, H, T] in fp32."""
-    return flex_attention(
+    o_BHTD, aux = flex_attention(
         q_BHTD,
         k_BHTD,
         v_BHTD,
         score_mod=_soft_cap(cap),
         block_mask=mask,
         scale=scale,
-        return_lse=True,
+        return_aux=AuxRequest(lse=True),
     )
+    return o_BHTD, aux.lse
 
 
 def flex(

@@ -17,6 +17,8 @@ from ltconvert.convert.mixers.local import local_attention
 from ltconvert.convert.mixers.rope import apply_rope
 from ltconvert.convert.teachers.spec import TeacherSpec
 
+NOTHING = -40.0  # log of a weight that vanishes in fp32 beside any window's
+
 
 class WindowedGatedDeltaNet(GatedDeltaNet):
     """``o = p * softmax_window(q.k) v + (1 - p) * gdn``, ``p = sigmoid(log_sum - rest)``.
@@ -30,6 +32,9 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
     Where nothing lies outside the window, p is 1: sequences up to the window's length are the
     teacher's own, whatever is in the rest.
 
+    Padding between real tokens counts as distance in the window, and what it pushes out is seen by
+    the GDN alone once ``window`` real tokens have gone by.
+
     The GDN reads and writes as without a window; its cache and the window's lie side by side.
     """
 
@@ -40,16 +45,21 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
     ) -> None:
         super().__init__(spec, layer, conv_size=conv_size)
         self.window = window
+        own = spec.layer_windows[layer]
+        self.closed = own is not None and own <= window
         self.rope_name = spec.layer_rope[layer]
         self.rest_proj = nn.Linear(spec.hidden_size, self.num_heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Neutral start: outside weighs as much as one key with a score of 0."""
+        """Neutral start: outside weighs as much as one key with a score of 0.
+
+        Nothing where the teacher's own window ends with this one.
+        """
         super().reset_parameters()
         if hasattr(self, "rest_proj"):  # the parent calls this before there is one
             nn.init.zeros_(self.rest_proj.weight)
-            nn.init.zeros_(self.rest_proj.bias)
+            nn.init.constant_(self.rest_proj.bias, NOTHING if self.closed else 0.0)
 
     def mix(
         self,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ltconvert.convert.mixers.attention import exact_scores
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.flex import flex_with_sum
 
@@ -41,8 +42,8 @@ def local_attention(
     if k_BHSD.shape[2] <= 2 * window:
         mask = context.attention_mask(window, k_BHSD.shape[2])
         if mask is None:
-            mask = torch.ones(q_BHTD.shape[2], k_BHSD.shape[2], dtype=torch.bool).tril()
-            mask = mask.to(q_BHTD.device)
+            size = (q_BHTD.shape[2], k_BHSD.shape[2])
+            mask = torch.ones(size, dtype=torch.bool, device=q_BHTD.device).tril()
         return _attend(q_BHTD, k_BHSD, v_BHSD, mask, scale, cap)
     return _banded(q_BHTD, k_BHSD, v_BHSD, context, window, scale, cap)
 
@@ -50,14 +51,14 @@ def local_attention(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Over [..., T, D] queries and [..., S, D] keys, with the scores in memory."""
-    scores = q @ k.transpose(-1, -2)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    if cap is not None:
-        scores = cap * torch.tanh(scores / cap)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    log_sum = scores.logsumexp(-1, keepdim=True)
-    return (scores - log_sum).exp().to(v.dtype) @ v, log_sum.squeeze(-1)
+    """Over [..., T, D] queries and [..., S, D] keys, with the scores in memory.
+
+    In fp32, autocast or not: the share of the window hangs on the difference of two large logs.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        scores = exact_scores(q, k, scale, cap).masked_fill(~mask, float("-inf"))
+        log_sum = scores.logsumexp(-1, keepdim=True)
+        return (scores - log_sum).exp().to(v.dtype) @ v, log_sum.squeeze(-1)
 
 
 def _banded(
@@ -80,7 +81,9 @@ def _banded(
         return F.pad(x, pad).unfold(2, 2 * window, window).movedim(-1, 3)
 
     q_BHnWD = F.pad(q_BHTD, (0, 0, 0, behind)).unflatten(2, (count, window))
-    mask = _band(context, length, cached, count, window)
+    mask = context.remembered(
+        ("band", window, cached), lambda: _band(context, length, cached, count, window)
+    )
     o, log_sum = _attend(q_BHnWD, keys(k_BHSD), keys(v_BHSD), mask, scale, cap)
     return o.flatten(2, 3)[:, :, :length], log_sum.flatten(2, 3)[:, :, :length]
 

@@ -124,6 +124,10 @@ class LinearAndWindowLayer(LinearAttentionLayer, DynamicSlidingWindowLayer):  # 
             getattr(part, method)(self, *args)
 
 
+class LinearAndTokenLayer(LinearAndWindowLayer, _OwnTokenLayer):
+    """The same beside a window of one token."""
+
+
 def _layer(layer_type: str, window: int | None) -> CacheLayer:
     if layer_type == "full_attention":
         return DynamicLayer()
@@ -131,7 +135,7 @@ def _layer(layer_type: str, window: int | None) -> CacheLayer:
         return LinearAttentionLayer()
     if layer_type == "hybrid_sliding":
         assert window is not None
-        return LinearAndWindowLayer(window)
+        return LinearAndTokenLayer(window) if window == 1 else LinearAndWindowLayer(window)
     if layer_type == "sliding_attention":
         assert window is not None
         kind = _OwnTokenLayer if window == 1 else DynamicSlidingWindowLayer

@@ -31,7 +31,7 @@ class LT2Config(PreTrainedConfig):
     mixers: list[str] = field(default_factory=list)
     prelude_layers: int = 0
     coda_layers: int = 0
-    window_tokens: int = 512
+    window_tokens: int = 128
     conv_size: int | None = 4
     sdpa_gate: bool = False
     loop_residual: bool = False

@@ -37,8 +37,11 @@ def student_config(
         raise UserError(
             f"{len(mixers)} mixers for {spec.num_layers} layers; give one for all, or one a layer"
         )
-    options = student_options(spec, settings.model_dump())
-    return LT2Config.from_spec(spec, list(mixers), **options)
+    try:
+        options = student_options(spec, settings.model_dump())
+        return LT2Config.from_spec(spec, list(mixers), **options)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _pattern(num_layers: int, settings: StudentSettings, mixer: str) -> list[str]:
@@ -55,6 +58,11 @@ def random_model(
 ) -> LT2ForCausalLM:
     """A model of new weights, frozen and in eval mode."""
     torch.manual_seed(seed)
-    with torch.device(device):
-        model: Any = LT2ForCausalLM(config)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # never twice the size for a moment
+    try:
+        with torch.device(device):
+            model: Any = LT2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
     return model.to(dtype).requires_grad_(False).eval()

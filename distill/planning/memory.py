@@ -14,6 +14,8 @@ from __future__ import annotations
 from ltconvert.convert.inspect import LayerFacts, ModelFacts
 from ltconvert.convert.mixers.flex import BLOCK_TOKENS
 from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.distill.compilation import LEAST_STEPS
+from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.kernels import dispatch
@@ -51,16 +53,32 @@ def stage_memory(
         ("runtime", "teacher", "student", "gradients", "optimiser", "activations", "logits"), 0
     )
     parts["runtime"] = RUNTIME_BYTES
-    flex = device == "cuda" and precision == "bf16" and recipe.runtime.compile != "off"
     parts["teacher"] = models.teacher.parameters * FP32
+
+    def flex(settings: LogitsSettings) -> bool:
+        """Whether layers are compiled, which is where windows have no scores in memory."""
+        asked = recipe.runtime.compile
+        many = asked == "auto" and plan_steps(settings).steps >= LEAST_STEPS
+        return device == "cuda" and precision == "bf16" and (asked == "layers" or many)
+
     parts |= {
         "align": lambda: _align(recipe.align, models, precision),
         "select": lambda: _select(recipe, models, precision, device),
         "logits": lambda: _train(
-            recipe.logits, models, precision, device, before=models.mixer_parameters, flex=flex
+            recipe.logits,
+            models,
+            precision,
+            device,
+            before=models.mixer_parameters,
+            flex=flex(recipe.logits),
         ),
         "longctx": lambda: _train(
-            recipe.longctx, models, precision, device, before=models.hybrid.parameters, flex=flex
+            recipe.longctx,
+            models,
+            precision,
+            device,
+            before=models.hybrid.parameters,
+            flex=flex(recipe.longctx),
         ),
     }[stage]()
     if stage != "align":

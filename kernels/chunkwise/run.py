@@ -124,7 +124,7 @@ def forward(x: Inputs) -> tuple[Tensor, Tensor]:
 def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta (None without one), decay and the initial state."""
     s = x.shape
-    do, dfinal = do.contiguous(), dfinal.contiguous()
+    do, dfinal = (_aligned(t.contiguous()) for t in (do, dfinal))
     cells = s.cells
     with torch.cuda.device_of(x.q):
         y = _states(x)

@@ -24,15 +24,18 @@ def decode_heads(
 ) -> None:
     """See ``ltconvert.kernels.decode_heads.decode_heads``; the queries go into ``out_BHD``."""
     (rows, heads, width), kv_heads = out_BHD.shape, keys_BGSD.shape[1]
-    for name, tensor in (("qkv", qkv_BM), ("keys", keys_BGSD), ("values", values_BGSD)):
-        assert tensor.stride(-1) == 1, f"the last axis of {name} has to be contiguous"
+    by_name = {"qkv": qkv_BM, "keys": keys_BGSD, "values": values_BGSD, "out": out_BHD}
+    for name, tensor in by_name.items():
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"the last axis of {name} has to be contiguous")
     norm = "none"
     if q_norm_weight is not None:
         norm = "head" if q_norm_weight.numel() == width else "full"
     with torch.cuda.device_of(qkv_BM):
         heads_kernel[(rows * (heads + 2 * kv_heads),)](
             qkv_BM, _dense(cos_BD), _dense(sin_BD), _dense(q_norm_weight), _dense(k_norm_weight),
-            slots_B, out_BHD, keys_BGSD, values_BGSD, norm_eps, norm_offset, qkv_BM.stride(0),
+            slots_B.contiguous(), out_BHD, keys_BGSD, values_BGSD, norm_eps, norm_offset,
+            qkv_BM.stride(0),
             *out_BHD.stride()[:2], *keys_BGSD.stride()[:3], *values_BGSD.stride()[:3],
             H=heads, G=kv_heads, D=width, BD=triton.next_power_of_2(width),
             BW=triton.next_power_of_2(max(heads, kv_heads) * width),

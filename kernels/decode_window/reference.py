@@ -23,13 +23,14 @@ def decode_window(
     work = torch.promote_types(q_BHD.dtype, torch.float32)
     filled_BS = torch.arange(slots, device=lengths_B.device) < lengths_B[:, None]
     v_BGSD = v_BGSD.to(work).masked_fill(~filled_BS[:, None, :, None], 0.0)
-    q_BGRD = q_BHD.to(work).unflatten(1, (groups, -1))
-    scores_BGRS = q_BGRD @ k_BGSD.to(work).mT * scale
-    if soft_cap is not None:
-        scores_BGRS = soft_cap * torch.tanh(scores_BGRS / soft_cap)
-    scores_BGRS = scores_BGRS.masked_fill(~filled_BS[:, None, None], float("-inf"))
-    log_sum_BGR1 = scores_BGRS.logsumexp(-1, keepdim=True)
-    local_BHD = ((scores_BGRS - log_sum_BGR1).exp() @ v_BGSD).flatten(1, 2)
+    with torch.autocast(q_BHD.device.type, enabled=False):
+        q_BGRD = q_BHD.to(work).unflatten(1, (groups, -1))
+        scores_BGRS = q_BGRD @ k_BGSD.to(work).mT * scale
+        if soft_cap is not None:
+            scores_BGRS = soft_cap * torch.tanh(scores_BGRS / soft_cap)
+        scores_BGRS = scores_BGRS.masked_fill(~filled_BS[:, None, None], float("-inf"))
+        log_sum_BGR1 = scores_BGRS.logsumexp(-1, keepdim=True)
+        local_BHD = ((scores_BGRS - log_sum_BGR1).exp() @ v_BGSD).flatten(1, 2)
     share_BH = torch.sigmoid(log_sum_BGR1.flatten(1) - rest_BH.to(work))
     share_BH1 = torch.where(outside_B[:, None], share_BH, 1.0)[..., None]
     return (share_BH1 * local_BHD + (1 - share_BH1) * other_BHD.to(work)).to(q_BHD.dtype)

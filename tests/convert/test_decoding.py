@@ -300,3 +300,15 @@ def test_a_cuda_graph_gives_the_tokens_of_single_launches(
     if dtype == torch.float32:
         found = graph.generate(**given, max_new_tokens=NEW).tolist()
         assert found == plain(model, given)
+
+
+def test_a_stream_that_a_later_call_has_overtaken_says_so() -> None:
+    model = tiny_model(tiny_spec("llama"), ["gdn", "full", "window"])
+    decoder = Decoder(model, 1, 64, block_tokens=2)
+    first = decoder.stream(tokens(1, 5), max_new_tokens=12, stop_tokens=[])
+    next(first)
+    decoder.generate(tokens(1, 5, seed=3), max_new_tokens=4)
+    with pytest.raises(RuntimeError, match="later call"):
+        list(first)
+    with pytest.raises(ValueError, match=r"expected prompts \[rows, tokens\]"):
+        decoder.stream(tokens(1, 5)[0])

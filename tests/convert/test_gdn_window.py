@@ -118,3 +118,37 @@ def outside_of(teacher, layer, ids, segments):  # type: ignore[no-untyped-def]
                 o = (some.softmax(-1)[..., None] * v[b, :, keys]).sum(1)
                 rows.append((x[b, t], some.logsumexp(-1), o))
     return tuple(torch.stack(part).double() for part in zip(*rows, strict=True))
+
+
+def test_where_the_teachers_own_window_ends_there_is_nothing_outside() -> None:
+    spec = tiny_spec("gemma3")
+    windows = [w for w in spec.layer_windows if w is not None]
+    assert windows
+    teacher = tiny_model(spec).double()
+    student = build_student(teacher, ["gdn_window"] * 3, {"window_tokens": 16})
+    windowed = build_student(teacher, ["window"] * 3, {"window_tokens": 16})
+    for layer, window in enumerate(spec.layer_windows):
+        if window is None:
+            student.model.layers[layer].mixer = windowed.model.layers[layer].mixer
+    ids = tokens(2, 30)
+    batch = Batch(ids, torch.zeros_like(ids), ids, torch.ones(2, 30, dtype=torch.bool))
+    closed = [i for i, w in enumerate(spec.layer_windows) if w is not None]
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(student(ids).logits, windowed(ids).logits)
+            calibrate(teacher, student, [batch], closed)
+
+
+@pytest.mark.parametrize("size", [1.0, 8.0])
+@pytest.mark.parametrize("length", [9, 64])
+def test_under_autocast_scores_are_not_rounded(length: int, size: float) -> None:
+    """The inputs are; from there on the log of the sum is good to fp32."""
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (size * torch.randn(1, 2, length, 32, generator=g).bfloat16() for _ in range(3))
+    context = context_of(length)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, found = local_attention(q, k, v, context, window=WINDOW, scale=0.2)
+    exact = [x.double() for x in (q, k, v)]
+    _, wanted = local_attention(*exact, context_of(length), window=WINDOW, scale=0.2)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-5)

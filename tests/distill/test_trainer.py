@@ -28,7 +28,7 @@ from toy_training import (
 
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill import readings, resume
-from ltconvert.distill.interrupt import Stopped
+from ltconvert.distill.interrupt import OutOfTime, Stopped
 from ltconvert.distill.optim import build_optimizer, lr_share, plan_steps
 from ltconvert.distill.precision import pick_precision
 from ltconvert.errors import UserError
@@ -271,6 +271,27 @@ def test_a_signal_in_the_last_step_is_not_swallowed(folder: Path, tiny_tokenizer
     )
     with pytest.raises(Stopped, match="step 12 of 12"):
         run_toy(folder, tiny_tokenizer, make_settings(), objective=objective)
+
+
+def test_out_of_time_it_finishes_the_step_and_saves(folder: Path, tiny_tokenizer: Any) -> None:
+    undisturbed, _ = run_toy(folder.parent / "whole", tiny_tokenizer, make_settings())
+    for done in (1, 2):
+        with pytest.raises(OutOfTime, match=f"stopped after step {done} of 12 of stage logits"):
+            run_toy(folder, tiny_tokenizer, make_settings(), limit_s=0)
+    assert issubclass(OutOfTime, Stopped)
+    resumed, _ = run_toy(folder, tiny_tokenizer, make_settings(), limit_s=3600)
+    assert resumed.calls == 2 * (12 - 2)
+    for a, b in zip(undisturbed.module.parameters(), resumed.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_signal_is_no_end_of_time(folder: Path, tiny_tokenizer: Any) -> None:
+    objective = ToyObjective(
+        ToyModel(), lambda call: signal.raise_signal(signal.SIGINT) if call == 2 else None
+    )
+    with pytest.raises(Stopped, match="step 2 of 12") as stopped:
+        run_toy(folder, tiny_tokenizer, make_settings(), objective=objective, limit_s=3600)
+    assert not isinstance(stopped.value, OutOfTime)
 
 
 @pytest.mark.parametrize("name", ["state.json", "parameters.safetensors", "optimizer.pt"])

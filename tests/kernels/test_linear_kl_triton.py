@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
@@ -324,6 +325,28 @@ def test_a_whole_vocabulary_as_top_k_is_the_forward_kl(backend: str) -> None:
     with dispatch.use(backend):
         result = linear_kl(x.student_ND, x.student_head_VD, teacher_topk=(index, log_p))
     check(judge(expected, expected, found(x, result), torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_top_k_of_one_sure_token_is_the_cross_entropy(backend: str, dtype: torch.dtype) -> None:
+    x = inputs(dtype, labels=True)
+    assert x.labels_N is not None
+
+    def whole(work: torch.dtype) -> dict[str, Tensor | None]:
+        h, w = (t.detach().to(work).requires_grad_() for t in x[:2])
+        z = h @ w.T
+        ce = F.cross_entropy(z if work == torch.float64 else z.float(), x.labels_N)
+        grads = torch.autograd.grad(UPSTREAM * ce, (h, w))
+        return {"loss": ce.detach(), "grad hidden": grads[0], "grad head": grads[1]}
+
+    label_N1 = x.labels_N.clamp(min=0)[:, None]
+    sure = label_N1, torch.zeros_like(label_N1, dtype=torch.float32)
+    with dispatch.use(backend):
+        result = linear_kl(*x[:2], teacher_topk=sure, mask_N=x.labels_N >= 0)
+    numbers = found(x, result)
+    kernel = {name: numbers[name] for name in ("loss", "grad hidden", "grad head")}
+    check(judge(whole(torch.float64), whole(dtype), kernel, dtype))
 
 
 @pytest.mark.parametrize("name", ["logits, all", "top-k, all", "top-k, sum", "forward, sum"])
