@@ -79,6 +79,7 @@ def flex_with_sum(
         scale=scale,
         return_aux=AuxRequest(lse=True),
     )
+    assert aux.lse is not None
     return o_BHTD, aux.lse
 
 

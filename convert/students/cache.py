@@ -56,8 +56,10 @@ class LoopCache(Cache):
         """Take back tokens, as assisted generation does with a rejected draft.
 
         Raises:
-            RuntimeError: a slot is linear: its state cannot go back.
+            RuntimeError: a slot is linear: its state cannot go back. Nothing is cropped then.
         """
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
+            raise RuntimeError("a cache with recurrent states cannot take tokens back")
         super().crop(tokens_to_remove)
         self.num_tokens = next(
             layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)
@@ -124,7 +126,7 @@ class LinearAndWindowLayer(LinearAttentionLayer, DynamicSlidingWindowLayer):  # 
             getattr(part, method)(self, *args)
 
 
-class LinearAndTokenLayer(LinearAndWindowLayer, _OwnTokenLayer):
+class LinearAndTokenLayer(LinearAndWindowLayer, _OwnTokenLayer):  # type: ignore[misc,override]
     """The same beside a window of one token."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ltconvert.kernels import dispatch, limits
+from ltconvert.kernels.decoding import refuse_gradients
 from ltconvert.kernels.norm_gate import GateFn
 from ltconvert.kernels.short_conv import Activation
 
@@ -45,7 +46,8 @@ def gdn_step(
     fp32 (fp64 for fp64 inputs); y has qkv's dtype. No gradient.
 
     Raises:
-        ValueError: shapes that do not fit together, or an unknown activation or ``gate_fn``.
+        ValueError: shapes that do not fit together, an unknown activation or ``gate_fn``, or a
+            gradient that would be needed.
     """
     batch, heads, key_width, value_width = state_BHKV.shape
     channels = heads * (2 * key_width + value_width)
@@ -85,6 +87,10 @@ def gdn_step(
             "activation must be None or 'silu' and gate_fn '2sigmoid', 'sigmoid' or 'silu', got "
             f"{activation!r} and {gate_fn!r}"
         )
+    refuse_gradients(
+        "gdn_step", qkv_BC, beta_BH, decay_BH, log_rate_H, rate_bias_H, state_BHKV, norm_weight_HV,
+        gate_BHV, conv_weight_CW, conv_history_BCP,
+    )  # fmt: skip
     limit = limits.of_precision(qkv_BC, state_BHKV)
     return dispatch.implementation("gdn_step", qkv_BC.device, limit).gdn_step(
         qkv_BC,

@@ -75,9 +75,10 @@ def test_greedy_tokens_are_those_of_generate(family: str, mixers: str) -> None:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("mixers", ["hybrid", "gdn_window"])
 @pytest.mark.parametrize("family", ["llama", "ouro"])
-def test_every_option_of_a_student(family: str, options: dict[str, Any]) -> None:
-    model = model_of(family, "hybrid", **options)
+def test_every_option_of_a_student(family: str, mixers: str, options: dict[str, Any]) -> None:
+    model = model_of(family, mixers, **options)
     decoder = decoder_of(model)
     found = decoder.generate(**prompts(), max_new_tokens=NEW).tolist()
     assert found == plain(model, prompts())
@@ -248,7 +249,8 @@ def test_a_step_in_triton_is_that_in_plain_pytorch(family: str, rows: int) -> No
     size = {"num_layers": 2, "layer_rope": ("x", None), "layer_windows": (5, None)}
     rope = {"x": {"rope_type": "default", "rope_theta": 100.0}}
     spec = tiny_spec(family, **size, rope=rope, vocab_size=24, hidden_size=16, intermediate_size=24)
-    model = tiny_model(spec, ["full", "gdn"], sdpa_gate=True).to(device)
+    mixers = ["full", "gdn"] if spec.qk_norm is None else ["gdn_window", "gdn_window"]
+    model = tiny_model(spec, mixers, sdpa_gate=True, window_tokens=4).to(device)
     found = []
     for backend in ("reference", "triton"):
         decoder = Decoder(model, rows, 12, graph=False)
