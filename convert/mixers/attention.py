@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.flex import flex
 from ltconvert.convert.mixers.norm import RMSNorm
-from ltconvert.convert.mixers.rope import apply_rope
+from ltconvert.convert.mixers.rope import rotated
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 
@@ -91,9 +91,7 @@ class Attention(Projections):
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC))
-        if self.rope_name is not None:
-            cos, sin = context.rope[self.rope_name]
-            q_BHTD, k_BGSD = apply_rope(q_BHTD, cos, sin), apply_rope(k_BGSD, cos, sin)
+        q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, self.rope_name)
         if cache_layer is not None:
             k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
         o_BHTD = self.attend(q_BHTD, k_BGSD, v_BGSD, context)
@@ -135,9 +133,7 @@ class Attention(Projections):
             Scores [B, H, n, T] in fp32, values [B, H, T, D].
         """
         q_BHTD, k_BGTD, v_BGTD = (y.transpose(1, 2) for y in self.project(x_BTC))
-        if self.rope_name is not None:
-            cos, sin = context.rope[self.rope_name]
-            q_BHTD, k_BGTD = apply_rope(q_BHTD, cos, sin), apply_rope(k_BGTD, cos, sin)
+        q_BHTD, k_BGTD = rotated(q_BHTD, k_BGTD, context.rope, self.rope_name)
         group = self.num_heads // self.num_key_value_heads
         k_BHTD, v_BHTD = (y.repeat_interleave(group, dim=1) for y in (k_BGTD, v_BGTD))
         with torch.autocast(x_BTC.device.type, enabled=False):

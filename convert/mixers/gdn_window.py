@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.gdn import GatedDeltaNet
 from ltconvert.convert.mixers.local import local_attention
-from ltconvert.convert.mixers.rope import apply_rope
+from ltconvert.convert.mixers.rope import rotated
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 NOTHING = -40.0  # log of a weight that vanishes in fp32 beside any window's
@@ -74,15 +74,11 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
         linear_BTHD = super().mix(x_BTC, q, k, v, context, cache_layer)
         linear_BTHD = linear_BTHD.unflatten(-1, (self.num_heads, self.head_dim))
         local_BTHD, log_sum_BTH = self._look_around(q, k, v, context, cache_layer)
-        share_BTH = torch.sigmoid(log_sum_BTH - self.rest(x_BTC).to(log_sum_BTH.dtype))
+        share_BTH = torch.sigmoid(log_sum_BTH - self.rest_proj(x_BTC).to(log_sum_BTH.dtype))
         outside_BT = context.positions_BT >= self.window
         share_BTH1 = share_BTH.where(outside_BT[..., None], 1.0)[..., None]
         o_BTHD = share_BTH1 * local_BTHD + (1.0 - share_BTH1) * linear_BTHD
         return o_BTHD.flatten(2).to(x_BTC.dtype)
-
-    def rest(self, x_BTC: Tensor) -> Tensor:
-        """Logarithm of the exponentiated scores outside the window, [B, T, H]."""
-        return self.rest_proj(x_BTC)
 
     def _look_around(
         self,
@@ -94,9 +90,7 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
     ) -> tuple[Tensor, Tensor]:
         """The window's outputs [B, T, H, D] and the log of its summed weights [B, T, H]."""
         q_BHTD, k_BHSD, v_BHSD = (y.transpose(1, 2) for y in (q, k, v))
-        if self.rope_name is not None:
-            cos, sin = context.rope[self.rope_name]
-            q_BHTD, k_BHSD = apply_rope(q_BHTD, cos, sin), apply_rope(k_BHSD, cos, sin)
+        q_BHTD, k_BHSD = rotated(q_BHTD, k_BHSD, context.rope, self.rope_name)
         if cache_layer is not None:
             k_BHSD, v_BHSD = cast(CacheLayerMixin, cache_layer).update(k_BHSD, v_BHSD)
         o_BHTD, log_sum_BHT = local_attention(

@@ -124,3 +124,13 @@ def _inverse_frequencies(params: dict[str, Any], head_dim: int) -> tuple[Tensor,
     )
     inv_freq_F, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu")
     return inv_freq_F.float(), float(scaling)
+
+
+def rotated(
+    q_BHTD: Tensor, k_BGTD: Tensor, tables: dict[str, tuple[Tensor, Tensor]], name: str | None
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys at their positions; as they are in a layer without (``name`` None)."""
+    if name is None:
+        return q_BHTD, k_BGTD
+    cos, sin = tables[name]
+    return apply_rope(q_BHTD, cos, sin), apply_rope(k_BGTD, cos, sin)
