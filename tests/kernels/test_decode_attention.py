@@ -5,22 +5,18 @@ Without a GPU the kernels run in Triton's interpreter, in fp32 on small shapes.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from decode_case import DEVICE, DTYPES, GPU, needs_triton
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
 from ltconvert.kernels.decode_attention import decode_attention
 from ltconvert.kernels.parity import check, judge
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32]
 # batch, query heads, key/value heads, slots, width
 SHAPES = [
     (1, 1, 1, 1, 1), (3, 2, 2, 45, 16), (2, 3, 3, 37, 40), (2, 3, 1, 150, 20),
@@ -32,11 +28,6 @@ if GPU:
         (2, 8, 4, 1031, 256), (70, 16, 16, 99, 80), (1, 4, 4, 301, 256), (1, 12, 1, 5000, 96),
     ]  # fmt: skip
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None
-    or (not GPU and os.environ.get("TRITON_INTERPRET") != "1"),
-    reason="no GPU, no interpreter",
-)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 
 

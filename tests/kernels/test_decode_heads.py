@@ -5,12 +5,11 @@ Without a GPU the kernels run in Triton's interpreter, in fp32 on small shapes.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
 import pytest
 import torch
+from decode_case import DEVICE, DTYPES, GPU, needs_triton
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
@@ -18,20 +17,12 @@ from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_norm import decode_norm
 from ltconvert.kernels.parity import check, judge
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32]
 EPS, OFFSET = 1e-5, 0.5
 # batch, query heads, key/value heads, slots, width
 SHAPES = [(3, 4, 2, 5, 12), (1, 1, 1, 1, 2), (2, 3, 3, 4, 16)]
 if GPU:
     SHAPES += [(1, 16, 16, 64, 128), (8, 32, 8, 64, 128), (2, 8, 4, 33, 256)]
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None
-    or (not GPU and os.environ.get("TRITON_INTERPRET") != "1"),
-    reason="no GPU, no interpreter",
-)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 
 

@@ -5,23 +5,19 @@ Without a GPU the kernels run in Triton's interpreter, in fp32 on small shapes.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from decode_case import DEVICE, DTYPES, GPU, needs_triton
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
 from ltconvert.kernels.decode_linear import decode_linear
 from ltconvert.kernels.parity import check, judge
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32]
 # batch, channels, outputs
 SHAPES = [(1, 1, 1), (1, 70, 37), (1, 129, 5), (2, 70, 37), (5, 130, 70), (16, 65, 16)]
 if GPU:
@@ -39,11 +35,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "all of it, gelu": EVERYTHING | {"swiglu": True, "activation": "gelu_tanh"},
 }
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None
-    or (not GPU and os.environ.get("TRITON_INTERPRET") != "1"),
-    reason="no GPU, no interpreter",
-)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 
 

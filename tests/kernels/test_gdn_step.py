@@ -5,12 +5,11 @@ Without a GPU the kernel runs in Triton's interpreter, in fp32 on small shapes.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
 import pytest
 import torch
+from decode_case import DEVICE, DTYPES, GPU, needs_triton
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,20 +17,12 @@ from ltconvert.kernels import dispatch
 from ltconvert.kernels.gdn_step import gdn_step
 from ltconvert.kernels.parity import check, judge
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32]
 EPS = 1e-5
 # batch, heads, key width, value width, taps
 SHAPES = [(2, 3, 5, 7, 4), (1, 1, 1, 1, 2), (2, 2, 16, 40, 8), (2, 2, 8, 130, 0)]
 if GPU:
     SHAPES += [(1, 16, 128, 128, 4), (8, 16, 128, 128, 4), (3, 9, 64, 64, 4), (2, 2, 256, 256, 4)]
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None
-    or (not GPU and os.environ.get("TRITON_INTERPRET") != "1"),
-    reason="no GPU, no interpreter",
-)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 
 
