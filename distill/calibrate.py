@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ltconvert.convert.mixers import Projections, SequenceContext
 from ltconvert.convert.mixers.attention import Attention
-from ltconvert.convert.mixers.gdn import GatedDeltaNet
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.linear import LinearMixer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch
 from ltconvert.distill.losses import kept_squares
@@ -52,7 +52,7 @@ def calibrate(
             mixer, source = student.model.layers[layer].mixer, teacher.model.layers[layer].mixer
             if isinstance(mixer, WindowedGatedDeltaNet):
                 gauges[layer] = Outside(source, mixer)
-            elif isinstance(mixer, GatedDeltaNet):
+            elif isinstance(mixer, LinearMixer):
                 gauges[layer] = HeadSizes(source, mixer)
             else:
                 continue
@@ -70,7 +70,7 @@ class HeadSizes:
 
     keep_BT: Tensor
 
-    def __init__(self, source: Projections, mixer: GatedDeltaNet) -> None:
+    def __init__(self, source: Projections, mixer: LinearMixer) -> None:
         self.source, self.mixer = source, mixer
         self.squares = torch.zeros_like(mixer.out_norm_weight, dtype=torch.float64)
         self.count = 0

@@ -16,6 +16,10 @@ MIXERS = {
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn", "gdn_window"],
+    "deltanet": ["deltanet", "deltanet", "deltanet"],
+    "kda": ["kda", "kda", "kda"],
+    "mamba2": ["mamba2", "mamba2", "mamba2"],
+    "retnet": ["retnet", "retnet", "retnet"],
     "hybrid": ["gdn", "full", "window"],
 }
 

@@ -1,0 +1,271 @@
+"""What linear mixers share: projections, short convolution, cache, decoding, norm and gate.
+
+B rows, T tokens, C hidden width, H heads, D head width, M = H D, W taps of the convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ltconvert.convert.mixers.attention import Projections
+from ltconvert.convert.mixers.context import SequenceContext
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.kernels.norm_gate import norm_gate
+from ltconvert.kernels.short_conv import short_conv
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one decoded token of each row stands.
+
+    Attributes:
+        rope: (cos, sin), each [B or 1, D], by RoPE name.
+        positions_B: real tokens of the row before it, [B or 1].
+    """
+
+    rope: dict[str, tuple[Tensor, Tensor]]
+    positions_B: Tensor
+
+
+class ShortConv(nn.Module):
+    """Depthwise causal convolution over q, k and v together; starts as the identity."""
+
+    def __init__(self, width: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, taps))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The current token alone: weight 1 on the last tap."""
+        nn.init.zeros_(self.weight)
+        nn.init.ones_(self.weight[:, -1])
+
+
+class LinearMixer(Projections):
+    """``o = recurrence(conv(q, k, v))``, ``y = norm(o) * gate``, per head; a state, no keys.
+
+    From the teacher's attention, tensor by tensor: ``q_proj``, ``k_proj`` and ``v_proj`` with their
+    biases and ``q_norm``/``k_norm``, kv heads repeated as whole heads; ``o_proj`` with its bias.
+    New, and neutral at the start: ``conv`` is the identity, ``gate_proj`` is 0 and the gate
+    ``2 * sigmoid(0) = 1``, ``out_norm_weight`` (a head and channel) is 1 until calibration sets it
+    to the size of the teacher's head outputs. What else is new is the subclass's: it says what is
+    between the convolution and the norm. Positions (RoPE) do not enter unless it says so.
+
+    Output norm and gate bound what a head can say by ``2 sqrt(D) |out_norm_weight|``, whatever the
+    state holds.
+    """
+
+    keeps_keys, keeps_state, uses_rope = False, True, False
+    RATES: ClassVar[tuple[str, ...]] = ()  # projections of the input beside q, k, v and the gate
+
+    def __init__(self, spec: TeacherSpec, layer: int, *, conv_size: int | None) -> None:
+        super().__init__(spec, spec.num_attention_heads)
+        self.rope_name = spec.layer_rope[layer]
+        width = self.num_heads * self.head_dim
+        self.make_rates()
+        self.gate_proj = nn.Linear(spec.hidden_size, width, bias=False)
+        self.out_norm_weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
+        self.conv = ShortConv(3 * width, conv_size) if conv_size else None
+        self.reset_parameters()
+
+    def make_rates(self) -> None:
+        """Make the parameters of the recurrence; ``RATES`` names the projections among them."""
+
+    def reset_parameters(self) -> None:
+        """Neutral start of everything that the teacher does not have."""
+        for name in (*self.RATES, "gate_proj"):
+            nn.init.zeros_(getattr(self, name).weight)
+        nn.init.ones_(self.out_norm_weight)
+
+    def inherit(self, teacher: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The teacher's projections with every kv head repeated as a whole, head by head."""
+        group = self.spec.num_attention_heads // self.spec.num_key_value_heads
+        expanded = ("k_proj.", "v_proj.") + (("k_norm.",) if self.spec.qk_norm == "full" else ())
+        return {
+            name: _expand_heads(value, group, self.head_dim) if name.startswith(expanded) else value
+            for name, value in teacher.items()
+        }
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        context: SequenceContext,
+        cache_layer: LinearAttentionCacheLayerMixin | None = None,
+    ) -> Tensor:
+        """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
+        q, k, v = self.project(x_BTC)
+        return self.o_proj(self.mix(x_BTC, q, k, v, context, cache_layer))
+
+    def mix(
+        self,
+        x_BTC: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: SequenceContext,
+        cache_layer: LinearAttentionCacheLayerMixin | None,
+    ) -> Tensor:
+        """Outputs of the heads, [B, T, M], from projections without positions."""
+        rates = [getattr(self, name)(x_BTC) for name in self.RATES]
+        if cache_layer is not None and _decodes(x_BTC, context, cache_layer):
+            y_BHD = self.step(
+                torch.cat([y.flatten(1) for y in (q, k, v)], dim=-1),
+                self.gate_proj(x_BTC)[:, 0],
+                [rate[:, 0] for rate in rates],
+                cache_layer,
+                context.remembered("place", lambda: _place(context)),
+            )
+            return y_BHD.flatten(1)[:, None].to(x_BTC.dtype)
+        if self.conv is not None:
+            q, k, v = self._convolve(q, k, v, context, cache_layer)
+        state = None
+        if cache_layer is not None and cache_layer.is_recurrent_states_initialized[0]:
+            state = cache_layer.recurrent_states[0]
+        o_BTHD, state = self.recur(q, k, v, rates, state, context)
+        if cache_layer is not None:
+            cache_layer.update_recurrent_state(state.detach())
+        return self._close(o_BTHD, self.gate_proj(x_BTC)).flatten(2).to(x_BTC.dtype)
+
+    def recur(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rates: Sequence[Tensor],
+        state_BHDD: Tensor | None,
+        context: SequenceContext,
+    ) -> tuple[Tensor, Tensor]:
+        """The recurrence over a sequence.
+
+        Args:
+            q, k, v: [B, T, H, D] each.
+            rates: what the projections in ``RATES`` gave, [B, T, ...].
+            state_BHDD: of the tokens before; None for none.
+
+        Returns:
+            Outputs [B, T, H, D] and the new state.
+        """
+        raise NotImplementedError
+
+    def recur_step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rates: Sequence[Tensor],
+        state_BHDD: Tensor,
+        place: Place,
+    ) -> tuple[Tensor, Tensor]:
+        """One token of ``recur``: everything without the axis T; the old state is not changed."""
+        raise NotImplementedError
+
+    def step(
+        self,
+        qkv_BM: Tensor,
+        gate_BM: Tensor,
+        rates: Sequence[Tensor],
+        cache_layer: LinearAttentionCacheLayerMixin,
+        place: Place,
+    ) -> Tensor:
+        """One decoded token from its projections, y [B, H, D]; the cache changes in place."""
+        if self.conv is not None:
+            y_B1M, history_BMP = short_conv(
+                qkv_BM[:, None], self.conv.weight, history_BDH=cache_layer.conv_states[0]
+            )
+            _store_conv(cache_layer, history_BMP)
+            qkv_BM = y_B1M[:, 0]
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in qkv_BM.chunk(3, dim=-1))
+        state_BHDD = cache_layer.recurrent_states[0]
+        assert state_BHDD is not None
+        o_BHD, state_BHDD = self.recur_step(q, k, v, rates, state_BHDD, place)
+        cache_layer.update_recurrent_state(state_BHDD)
+        return self._close(o_BHD, gate_BM)
+
+    def _close(self, o: Tensor, gate: Tensor) -> Tensor:
+        """Norm and gate: o [..., H, D], gate [..., M] -> [..., H, D]."""
+        gate = gate.unflatten(-1, (self.num_heads, self.head_dim))
+        eps = self.spec.rms_norm_eps
+        return norm_gate(o, self.out_norm_weight, gate, eps=eps, gate_fn="2sigmoid")
+
+    def _convolve(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: SequenceContext,
+        cache_layer: LinearAttentionCacheLayerMixin | None,
+    ) -> list[Tensor]:
+        assert self.conv is not None
+        x_BTM = torch.cat([y.flatten(2) for y in (q, k, v)], dim=-1)
+        history = None
+        if cache_layer is not None and cache_layer.has_previous_state[0]:
+            history = cache_layer.conv_states[0]
+        y_BTM, new_history = short_conv(
+            x_BTM,
+            self.conv.weight,
+            history_BDH=history,
+            segment_ids_BT=context.segment_ids_BT,
+            keep_BT=context.keep_BT,
+            activation=None,
+        )
+        if cache_layer is not None:
+            _store_conv(cache_layer, new_history)
+        return [y.unflatten(-1, (self.num_heads, self.head_dim)) for y in y_BTM.chunk(3, dim=-1)]
+
+
+def spread_half_lives(count: int, shortest: float, longest: float) -> Tensor:
+    """Half-lives in tokens, evenly spread on a logarithmic scale, [count]."""
+    return torch.logspace(math.log10(shortest), math.log10(longest), count)
+
+
+def inverse_softplus(rates: Tensor) -> Tensor:
+    """x with ``softplus(x) = rates``."""
+    return torch.log(torch.expm1(rates))
+
+
+def unit_rms(x: Tensor) -> Tensor:
+    """x over its root mean square along the last axis (0 stays 0), in x's dtype."""
+    work = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(work), x.shape[-1:], eps=1e-6).to(x.dtype)
+
+
+def _expand_heads(value: Tensor, group: int, head_dim: int) -> Tensor:
+    """Repeat whole kv heads: [G * D, ...] -> [G * group * D, ...], never row by row."""
+    heads = value.unflatten(0, (-1, head_dim))
+    return heads.repeat_interleave(group, dim=0).flatten(0, 1)
+
+
+def _decodes(
+    x_BTC: Tensor, context: SequenceContext, cache_layer: LinearAttentionCacheLayerMixin
+) -> bool:
+    """Whether this is one more token of sequences in the cache, with no gradient to come."""
+    return (
+        x_BTC.shape[1] == 1
+        and context.keep_BT is None
+        and cache_layer.is_recurrent_states_initialized[0]
+        and not torch.is_grad_enabled()
+    )
+
+
+def _place(context: SequenceContext) -> Place:
+    """Of a pass of one token."""
+    rope = {name: (cos[:, 0], sin[:, 0]) for name, (cos, sin) in context.rope.items()}
+    return Place(rope, context.positions_BT[:, 0])
+
+
+def _store_conv(cache_layer: LinearAttentionCacheLayerMixin, history_BDH: Tensor) -> None:
+    """Put the convolution's history where transformers' cache layers keep it."""
+    if not cache_layer.is_conv_states_initialized[0]:
+        cache_layer.lazy_initialization(conv_states=history_BDH)
+    stored = cache_layer.conv_states[0]
+    assert stored is not None
+    stored.copy_(history_BDH)
+    cache_layer.has_previous_state[0] = True
