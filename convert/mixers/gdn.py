@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ltconvert.convert.mixers.deltanet import DeltaNet
-from ltconvert.convert.mixers.linear import Place, inverse_softplus, spread_half_lives
+from ltconvert.convert.mixers.linear import Place, inverse_softplus
 from ltconvert.kernels.gdn_step import gdn_step
 
 
@@ -29,7 +29,7 @@ class GatedDeltaNet(DeltaNet):
 
     kind = "gdn"
     RATES = ("b_proj", "a_proj")
-    MIN_HALF_LIFE, MAX_HALF_LIFE = 8.0, 2048.0
+    decays = True
 
     def make_rates(self) -> None:
         """How fast the heads forget."""
@@ -38,13 +38,11 @@ class GatedDeltaNet(DeltaNet):
         self.log_rate = nn.Parameter(torch.empty(self.num_heads))
         self.rate_bias = nn.Parameter(torch.empty(self.num_heads))
 
-    def reset_parameters(self) -> None:
-        """Neutral start of everything that the teacher does not have."""
-        super().reset_parameters()
-        nn.init.zeros_(self.log_rate)
-        half_lives = spread_half_lives(self.num_heads, self.MIN_HALF_LIFE, self.MAX_HALF_LIFE)
-        with torch.no_grad():
-            self.rate_bias.copy_(inverse_softplus(math.log(2.0) / half_lives))
+    @torch.no_grad()
+    def set_half_lives(self, half_lives_H: Tensor) -> None:
+        """See ``LinearMixer``."""
+        self.log_rate.zero_()
+        self.rate_bias.copy_(inverse_softplus(math.log(2.0) / half_lives_H))
 
     def log_decay(self, rates: Sequence[Tensor]) -> Tensor:
         """Log decays [..., H]."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ltconvert.convert.mixers.deltanet import DeltaNet
-from ltconvert.convert.mixers.linear import inverse_softplus, spread_half_lives
+from ltconvert.convert.mixers.linear import inverse_softplus
 
 
 class KimiDeltaAttention(DeltaNet):
@@ -23,14 +23,13 @@ class KimiDeltaAttention(DeltaNet):
     softplus(decay_up a_proj x + rate_bias)``, ``decay_up a_proj`` of rank D. New beside what
     DeltaNet has: ``a_proj`` [D, C], random, and ``decay_up`` [M, D], 0, so that the decays do not
     depend on the token at the start and both matrices learn; ``log_rate``, a number a head, 0;
-    ``rate_bias``, a number a channel, which spreads the half-lives as in Gated DeltaNet, from head
-    to head, and within a head over a factor of ``SPREAD`` on each side, from channel to channel.
-    Differs from the paper as DeltaNet does, and in a gate of full rank.
+    ``rate_bias``, a number a channel, the same over a head, so that the heads' half-lives are those
+    of Gated DeltaNet. Differs from the paper as DeltaNet does, and in a gate of full rank.
     """
 
     kind = "kda"
     RATES = ("b_proj", "a_proj")
-    MIN_HALF_LIFE, MAX_HALF_LIFE, SPREAD = 8.0, 2048.0, 4.0
+    decays = True
 
     def make_rates(self) -> None:
         """How fast the channels forget."""
@@ -46,13 +45,12 @@ class KimiDeltaAttention(DeltaNet):
         super().reset_parameters()
         nn.init.normal_(self.a_proj.weight, std=self.spec.hidden_size**-0.5)
         nn.init.zeros_(self.decay_up.weight)
-        nn.init.zeros_(self.log_rate)
-        half_lives_H1 = spread_half_lives(self.num_heads, self.MIN_HALF_LIFE, self.MAX_HALF_LIFE)[
-            :, None
-        ]
-        around_D = spread_half_lives(self.head_dim, 1 / self.SPREAD, self.SPREAD)
-        with torch.no_grad():
-            self.rate_bias.copy_(inverse_softplus(math.log(2.0) / (half_lives_H1 * around_D)))
+
+    @torch.no_grad()
+    def set_half_lives(self, half_lives_H: Tensor) -> None:
+        """See ``LinearMixer``; the channels of a head alike."""
+        self.log_rate.zero_()
+        self.rate_bias.copy_(inverse_softplus(math.log(2.0) / half_lives_H)[:, None])
 
     def log_decay(self, rates: Sequence[Tensor]) -> Tensor:
         """Log decays [..., H, D]."""

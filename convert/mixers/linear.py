@@ -59,12 +59,18 @@ class LinearMixer(Projections):
     to the size of the teacher's head outputs. What else is new is the subclass's: it says what is
     between the convolution and the norm. Positions (RoPE) do not enter unless it says so.
 
-    Output norm and gate bound what a head can say by ``2 sqrt(D) |out_norm_weight|``, whatever the
-    state holds.
+    Norm and gate bound what a head hands on by ``2 sqrt(D) |out_norm_weight|``, whatever is in the
+    state.
+
+    Attributes:
+        RATES: projections of the input beside q, k, v and the gate.
+        decays: whether the state is forgotten with time, so that heads have half-lives.
     """
 
     keeps_keys, keeps_state, uses_rope = False, True, False
-    RATES: ClassVar[tuple[str, ...]] = ()  # projections of the input beside q, k, v and the gate
+    RATES: ClassVar[tuple[str, ...]] = ()
+    decays: ClassVar[bool] = False
+    MIN_HALF_LIFE, MAX_HALF_LIFE = 8.0, 2048.0  # of the neutral start, in tokens
 
     def __init__(self, spec: TeacherSpec, layer: int, *, conv_size: int | None) -> None:
         super().__init__(spec, spec.num_attention_heads)
@@ -84,6 +90,13 @@ class LinearMixer(Projections):
         for name in (*self.RATES, "gate_proj"):
             nn.init.zeros_(getattr(self, name).weight)
         nn.init.ones_(self.out_norm_weight)
+        if self.decays:
+            shortest, longest = self.MIN_HALF_LIFE, self.MAX_HALF_LIFE
+            self.set_half_lives(spread_half_lives(self.num_heads, shortest, longest))
+
+    def set_half_lives(self, half_lives_H: Tensor) -> None:
+        """Start with heads that forget half of what they hold in so many tokens."""
+        raise NotImplementedError(f"a {self.kind} mixer has no decays")
 
     def inherit(self, teacher: dict[str, Tensor]) -> dict[str, Tensor]:
         """The teacher's projections with every kv head repeated as a whole, head by head."""
