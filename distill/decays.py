@@ -34,9 +34,10 @@ class Reach:
     def __init__(self, source: Attention, mixer: LinearMixer) -> None:
         self.source, self.mixer = source, mixer
         device = mixer.out_norm_weight.device
-        # By distance in tokens: weight a head puts there; queries that have so many keys.
-        self.mass_HT = torch.zeros(mixer.num_heads, 0, dtype=torch.float64, device=device)
-        self.queries_T = torch.zeros(0, dtype=torch.float64, device=device)
+        # Weight that a head puts so many tokens back, and by the keys that its queries see: column
+        # d stands for a distance d, and for d + 1 keys.
+        self.by_distance_HT = torch.zeros(mixer.num_heads, 0, dtype=torch.float64, device=device)
+        self.by_keys_HT = torch.zeros_like(self.by_distance_HT)
 
     def listen(self) -> RemovableHandle:
         """Take in every visit of the teacher's mixer until the handle is removed."""
@@ -44,9 +45,9 @@ class Reach:
 
     def _add(self, x_BTC: Tensor, context: SequenceContext) -> None:
         length = x_BTC.shape[1]
-        if (more := length - self.mass_HT.shape[1]) > 0:
-            self.mass_HT = F.pad(self.mass_HT, (0, more))
-            self.queries_T = F.pad(self.queries_T, (0, more))
+        if (more := length - self.by_keys_HT.shape[1]) > 0:
+            self.by_distance_HT = F.pad(self.by_distance_HT, (0, more))
+            self.by_keys_HT = F.pad(self.by_keys_HT, (0, more))
         at_n = torch.arange(1, length, max(1, -(-length // self.QUERIES)), device=x_BTC.device)
         scores_BHnT, _ = self.source.scores(x_BTC, context, at_n)
         behind_nT = at_n[:, None] - torch.arange(length, device=x_BTC.device)
@@ -56,11 +57,12 @@ class Reach:
         weights_BHnT = weights_BHnT.where(others_BnT[:, None], 0.0)
         # Column d of the result is the key d tokens back.
         column_nT = behind_nT.clamp(min=0).expand_as(weights_BHnT)
-        by_distance = weights_BHnT.gather(-1, column_nT).where(behind_nT >= 0, 0.0)
-        self.mass_HT[:, :length] += by_distance.sum((0, 2), dtype=torch.float64)
-        counts_Bn = others_BnT.sum(-1).clamp(max=length)
-        kept = counts_Bn[counts_Bn > 0]
-        self.queries_T[:length] += torch.bincount(kept - 1, minlength=length)
+        back_BHnT = weights_BHnT.gather(-1, column_nT).where(behind_nT >= 0, 0.0)
+        self.by_distance_HT[:, :length] += back_BHnT.sum((0, 2), dtype=torch.float64)
+        keys_Bn = others_BnT.sum(-1).clamp(min=1)  # no weight where there are none
+        chosen_NT = F.one_hot(keys_Bn.flatten() - 1, length).double()
+        said_HN = weights_BHnT.sum(-1, dtype=torch.float64).transpose(0, 1).flatten(1)
+        self.by_keys_HT[:, :length] += said_HN @ chosen_NT
 
     def _seen(self, context: SequenceContext, at_n: Tensor, behind_nT: Tensor) -> Tensor:
         """Which keys the teacher's queries see, [B, n, T]; themselves always."""
@@ -73,28 +75,27 @@ class Reach:
 
     def half_lives(self) -> Tensor:
         """Of the heads, in tokens, between SHORTEST and LONGEST, [H] in fp64."""
-        choices_G = spread_half_lives(CHOICES, SHORTEST, LONGEST).to(self.mass_HT)
+        choices_G = spread_half_lives(CHOICES, SHORTEST, LONGEST).to(self.by_keys_HT)
         rates_G1 = math.log(2.0) / choices_G[:, None]
-        distance_T = torch.arange(len(self.queries_T), device=choices_G.device)
-        # A query with N keys spreads one weight over them, exp(-rate d) (1 - exp(-rate)) / (1 -
-        # exp(-rate N)); what it puts at distance d counts for the queries with more than d keys.
-        whole_GT = self.queries_T / -torch.expm1(-rates_G1 * (distance_T + 1))
-        reaching_GT = whole_GT.flip(-1).cumsum(-1).flip(-1)
-        decayed_GT = reaching_GT * torch.exp(-rates_G1 * distance_T)
-        wanted_H1, medians_G = _median(self.mass_HT)[:, None], _median(decayed_GT)
-        return choices_G[(wanted_H1 - medians_G).abs().argmin(-1)]
+        distance_T = torch.arange(self.by_keys_HT.shape[1], device=choices_G.device)
+        # A query with N keys spreads what it has over them as exp(-rate d) (1 - exp(-rate)) /
+        # (1 - exp(-rate N)); at distance d those with more than d keys count.
+        whole_GT = -1 / torch.expm1(-rates_G1 * (distance_T + 1))
+        spread_HGT = self.by_keys_HT[:, None] * whole_GT
+        decayed_HGT = spread_HGT.flip(-1).cumsum(-1).flip(-1) * torch.exp(-rates_G1 * distance_T)
+        apart_HG = _median(self.by_distance_HT)[:, None] - _median(decayed_HGT)
+        return choices_G[apart_HG.abs().argmin(-1)]
 
     def apply(self) -> None:
         """Set the mixer's decays; nothing where no query saw anything but first tokens."""
-        if self.queries_T.sum() > 0:
+        if self.by_keys_HT.sum() > 0:
             self.mixer.set_half_lives(self.half_lives())
 
 
-def _median(mass_NT: Tensor) -> Tensor:
-    """Distance within which half of each row's mass lies, [N], between tokens by a line."""
-    below_NT = mass_NT.cumsum(-1)
-    half_N1 = below_NT[:, -1:] / 2
-    at_N1 = (below_NT < half_N1).sum(-1, keepdim=True).clamp(max=mass_NT.shape[1] - 1)
-    over_N1 = below_NT.gather(-1, at_N1) - half_N1
-    inside_N1 = over_N1 / mass_NT.gather(-1, at_N1).clamp_min(1e-300)
-    return (at_N1 + 1 - inside_N1)[:, 0]
+def _median(mass_T: Tensor) -> Tensor:
+    """Distance within which half of the mass [..., T] lies, [...], between tokens by a line."""
+    below_T = mass_T.cumsum(-1)
+    half_1 = below_T[..., -1:] / 2
+    at_1 = (below_T < half_1).sum(-1, keepdim=True).clamp(max=mass_T.shape[-1] - 1)
+    over_1 = below_T.gather(-1, at_1) - half_1
+    return (at_1 + 1 - over_1 / mass_T.gather(-1, at_1).clamp_min(1e-300))[..., 0]

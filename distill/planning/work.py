@@ -25,8 +25,8 @@ from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe
 # small products take the rest. Assumed, not measured: `plan(tokens_per_second=...)` takes a speed
 # that is known.
 EFFICIENCY = {"cpu": 0.4, "cuda": 0.35}
-# Products of a recurrence with the tokens of a chunk (half of each, it is causal), and with the state
-# across chunks. Two of the delta rule's with its tokens are six each where channels have decays.
+# Products of a recurrence: within a chunk with its tokens (half of each, it is causal), across
+# chunks with the state. Where channels have decays, two of the delta rule's first are six each.
 PRODUCTS = {
     "deltanet": (5, 3),
     "gdn": (5, 3),
