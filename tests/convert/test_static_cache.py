@@ -16,10 +16,8 @@ MIXERS = {
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn", "gdn_window"],
-    "deltanet": ["deltanet", "deltanet", "deltanet"],
-    "kda": ["kda", "kda", "kda"],
-    "mamba2": ["mamba2", "mamba2", "mamba2"],
-    "retnet": ["retnet", "retnet", "retnet"],
+    "delta": ["kda", "deltanet", "kda"],
+    "decay": ["retnet", "retnet", "mamba2"],
     "hybrid": ["gdn", "full", "window"],
 }
 
