@@ -33,7 +33,6 @@ class Projections(nn.Module):
 
     kind: str
     keeps_keys: ClassVar[bool] = True
-    keeps_keys: ClassVar[bool] = True
     keeps_state: ClassVar[bool] = False
     uses_rope: ClassVar[bool] = True
 

@@ -6,6 +6,7 @@ B rows, T tokens, H heads, D head width; ... are [B, T], or [B] of one decoded t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class DeltaNet(LinearMixer):
     """
 
     kind = "deltanet"
-    RATES = ("b_proj",)
+    RATES: ClassVar[tuple[str, ...]] = ("b_proj",)
 
     def make_rates(self) -> None:
         """How much a token writes."""

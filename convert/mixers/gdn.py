@@ -62,9 +62,11 @@ class GatedDeltaNet(DeltaNet):
         """See ``LinearMixer``; one launch."""
         state = cache_layer.recurrent_states[0]
         assert state is not None
+        beta_BH, decay_BH = rates
         y_BHD = gdn_step(
             qkv_BM,
-            *rates,
+            beta_BH,
+            decay_BH,
             self.log_rate,
             self.rate_bias,
             state,

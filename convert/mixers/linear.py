@@ -17,9 +17,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ltconvert.convert.mixers.attention import Projections
 from ltconvert.convert.mixers.context import SequenceContext
+from ltconvert.convert.mixers.convolution import ShortConv, convolve, convolve_step
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.kernels.norm_gate import norm_gate
-from ltconvert.kernels.short_conv import short_conv
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,6 @@ class Place:
 
     rope: dict[str, tuple[Tensor, Tensor]]
     positions_B: Tensor
-
-
-class ShortConv(nn.Module):
-    """Depthwise causal convolution over q, k and v together; starts as the identity."""
-
-    def __init__(self, width: int, taps: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, taps))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The current token alone: weight 1 on the last tap."""
-        nn.init.zeros_(self.weight)
-        nn.init.ones_(self.weight[:, -1])
 
 
 class LinearMixer(Projections):
@@ -138,7 +124,7 @@ class LinearMixer(Projections):
             )
             return y_BHD.flatten(1)[:, None].to(x_BTC.dtype)
         if self.conv is not None:
-            q, k, v = self._convolve(q, k, v, context, cache_layer)
+            q, k, v = convolve(self.conv, (q, k, v), context, cache_layer)
         state = None
         if cache_layer is not None and cache_layer.is_recurrent_states_initialized[0]:
             state = cache_layer.recurrent_states[0]
@@ -190,11 +176,7 @@ class LinearMixer(Projections):
     ) -> Tensor:
         """One decoded token from its projections, y [B, H, D]; the cache changes in place."""
         if self.conv is not None:
-            y_B1M, history_BMP = short_conv(
-                qkv_BM[:, None], self.conv.weight, history_BDH=cache_layer.conv_states[0]
-            )
-            _store_conv(cache_layer, history_BMP)
-            qkv_BM = y_B1M[:, 0]
+            qkv_BM = convolve_step(self.conv, qkv_BM, cache_layer)
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in qkv_BM.chunk(3, dim=-1))
         state_BHDD = cache_layer.recurrent_states[0]
         assert state_BHDD is not None
@@ -207,31 +189,6 @@ class LinearMixer(Projections):
         gate = gate.unflatten(-1, (self.num_heads, self.head_dim))
         eps = self.spec.rms_norm_eps
         return norm_gate(o, self.out_norm_weight, gate, eps=eps, gate_fn="2sigmoid")
-
-    def _convolve(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        context: SequenceContext,
-        cache_layer: LinearAttentionCacheLayerMixin | None,
-    ) -> list[Tensor]:
-        assert self.conv is not None
-        x_BTM = torch.cat([y.flatten(2) for y in (q, k, v)], dim=-1)
-        history = None
-        if cache_layer is not None and cache_layer.has_previous_state[0]:
-            history = cache_layer.conv_states[0]
-        y_BTM, new_history = short_conv(
-            x_BTM,
-            self.conv.weight,
-            history_BDH=history,
-            segment_ids_BT=context.segment_ids_BT,
-            keep_BT=context.keep_BT,
-            activation=None,
-        )
-        if cache_layer is not None:
-            _store_conv(cache_layer, new_history)
-        return [y.unflatten(-1, (self.num_heads, self.head_dim)) for y in y_BTM.chunk(3, dim=-1)]
 
 
 def spread_half_lives(count: int, shortest: float, longest: float) -> Tensor:
@@ -272,13 +229,3 @@ def _place(context: SequenceContext) -> Place:
     """Of a pass of one token."""
     rope = {name: (cos[:, 0], sin[:, 0]) for name, (cos, sin) in context.rope.items()}
     return Place(rope, context.positions_BT[:, 0])
-
-
-def _store_conv(cache_layer: LinearAttentionCacheLayerMixin, history_BDH: Tensor) -> None:
-    """Put the convolution's history where transformers' cache layers keep it."""
-    if not cache_layer.is_conv_states_initialized[0]:
-        cache_layer.lazy_initialization(conv_states=history_BDH)
-    stored = cache_layer.conv_states[0]
-    assert stored is not None
-    stored.copy_(history_BDH)
-    cache_layer.has_previous_state[0] = True
