@@ -32,7 +32,8 @@ class Retention(LinearMixer):
     - The weights ``(1 - g) g^(t-s) / (1 - g^n)`` add up to 1: outputs are a weighted mean, as those
       of softmax attention are, where plain retention adds up to ``1 / (1 - g)`` tokens.
     - Scores ``q.k / sqrt(D)`` lie in ``[-sqrt(D), sqrt(D)]``, so ``|o| <= sqrt(D) max |v|`` and
-      the state's columns stay below ``sqrt(D) max |v|``, for any weights and any length.
+      the state's entries stay below ``sqrt(D) max |v|``, for any weights and any length (times f^2
+      and f with YaRN, whose tables are f times as large).
     - The gate is ``2 * sigmoid``, at most 2, where swish grows with its input; the norm of each
       head comes before it.
 
