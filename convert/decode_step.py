@@ -13,6 +13,7 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import StaticKeys, StaticKeysAndState
 from ltconvert.kernels.decode_linear import decode_linear
+from ltconvert.kernels.overlap import overlapping
 
 
 class Step:
@@ -30,11 +31,13 @@ class Step:
         both = [layer for layer in kinds if isinstance(layer, StaticKeysAndState)]
         self.windows = sorted({layer.window for layer in both if layer.window is not None})
 
+    @overlapping()
     def __call__(self, token_B: Tensor) -> Tensor:
         """One token a row at the position that its length says; lengths grow by one."""
         decoder, last = self.model.model, self.model.model.schedule[-1]
-        h_BC = loop_in_BC = decoder.embed(token_B)
         now = self._now()
+        # Behind `now`: what is launched here ends what kernels of the layers may not wait for.
+        h_BC = loop_in_BC = decoder.embed(token_B)
         for visit in decoder.schedule:
             if visit.opens_loop:
                 loop_in_BC = h_BC
@@ -58,4 +61,5 @@ class Step:
             slots={size: lengths_B % size for size in self.sizes},
             used={size: (lengths_B + 1).clamp(max=size) for size in self.sizes},
             outside={window: lengths_B >= window for window in self.windows},
+            first=torch.zeros_like(lengths_B),
         )
