@@ -26,14 +26,23 @@ _FETCH = tl.constexpr("""{
 
 
 @triton.jit
+def let_go(OVERLAP: tl.constexpr):
+    """Let the next kernel start once all programs of this one have come here.
+
+    First of all: behind a load that is used before the wait it would come a trip to memory later.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def take_turn(OVERLAP: tl.constexpr):
-    """Let the next kernel start, then wait until all before this one have ended.
+    """Wait until all kernels before this one have ended.
 
     Every program calls it, and before it writes anything: so whoever waits for this kernel has
     waited for those ahead of it, too.
     """
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ltconvert.kernels.linear_kl.rows import tanh
-from ltconvert.kernels.overlap_kernels import fetch, take_turn
+from ltconvert.kernels.overlap_kernels import fetch, let_go, take_turn
 
 # Below every score, and finite: -inf less -inf is NaN.
 LOWEST = tl.constexpr(-1e38)
@@ -68,6 +68,7 @@ def single_kernel(
 ):  # fmt: skip
     """One query head a key/value head. Every row n of a block has a softmax of its own over the
     keys that pass it, so that threads exchange nothing but scores until the end."""
+    let_go(OVERLAP)
     pid = tl.program_id(0)
     part, cell = pid % parts, (pid // parts).to(tl.int64)
     row, head = cell // H, cell % H
@@ -117,6 +118,7 @@ def grouped_kernel(
     FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Several query heads a key/value head: keys and values go through matrix units once."""
+    let_go(OVERLAP)
     pid = tl.program_id(0)
     part, cell = pid % parts, pid // parts
     first, cell = (cell % SETS) * R, (cell // SETS).to(tl.int64)
@@ -165,6 +167,7 @@ def combine_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One query head and block of channels, over all parts; MOST is at least their number."""
+    let_go(OVERLAP)
     cell = (tl.program_id(0) // tl.cdiv(D, BD)).to(tl.int64)
     d_D = (tl.program_id(0) % tl.cdiv(D, BD)) * BD + tl.arange(0, BD)
     m_ptr += cell * parts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ltconvert.kernels.overlap_kernels import take_turn
+from ltconvert.kernels.overlap_kernels import let_go, take_turn
 
 
 @triton.jit
@@ -38,6 +38,7 @@ def heads_kernel(
     value_slot, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BW: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    let_go(OVERLAP)
     head = tl.program_id(0) % (H + 2 * G)
     row = (tl.program_id(0) // (H + 2 * G)).to(tl.int64)
     is_v = head >= H + G

@@ -21,7 +21,7 @@ from ltconvert.kernels.decode_linear.parts import (
     scaled,
     weights,
 )
-from ltconvert.kernels.overlap_kernels import take_turn
+from ltconvert.kernels.overlap_kernels import let_go, take_turn
 
 ROWS_STEP = tl.constexpr(256)  # channels that the norm reads at a time of several rows
 
@@ -69,6 +69,7 @@ def single_kernel(
     FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row of x (``rows`` is 1). Threads add up their own channels and meet at the end."""
+    let_go(OVERLAP)
     first, c_C = tl.program_id(0) * BO, tl.arange(0, BC)
     o_O = first + tl.arange(0, BO)
     in_O = o_O < outputs
@@ -144,6 +145,7 @@ def several_kernel(
     FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Up to BB rows of x."""
+    let_go(OVERLAP)
     b_B, c_C = tl.arange(0, BB), tl.arange(0, BC)
     first = tl.program_id(0) * BO
     o_O = first + tl.arange(0, BO)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ltconvert.kernels.overlap_kernels import take_turn
+from ltconvert.kernels.overlap_kernels import let_go, take_turn
 
 
 @triton.jit
@@ -13,6 +13,7 @@ def norm_kernel(
     x_ptr, weight_ptr, residual_ptr, y_ptr, eps, offset, C: tl.constexpr, BC: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    let_go(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     c_C = tl.arange(0, BC)
     in_C = c_C < C

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ltconvert.kernels.linear_kl.rows import tanh
-from ltconvert.kernels.overlap_kernels import fetch, take_turn
+from ltconvert.kernels.overlap_kernels import fetch, let_go, take_turn
 
 # Below every score, and finite: -inf less -inf is NaN.
 LOWEST = tl.constexpr(-1e38)
@@ -37,6 +37,7 @@ def window_kernel(
 
     All slots are read: loads that wait for nothing start first, and a window is full before long.
     """
+    let_go(OVERLAP)
     cell = tl.program_id(0).to(tl.int64)
     row, head = cell // H, cell % H
     n_N, d_D = tl.arange(0, BN), tl.arange(0, BD)

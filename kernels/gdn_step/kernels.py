@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ltconvert.kernels.norm_gate.kernels import open_gate
-from ltconvert.kernels.overlap_kernels import take_turn
+from ltconvert.kernels.overlap_kernels import let_go, take_turn
 
 
 @triton.jit
@@ -119,6 +119,7 @@ def step_kernel(
     BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    let_go(OVERLAP)
     pid = tl.program_id(0)
     head, row = pid % H, (pid // H).to(tl.int64)
     qkv_ptr += row * qkv_row

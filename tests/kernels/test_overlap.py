@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -170,6 +171,36 @@ def test_early_kernels_give_what_kernels_in_turn_give(
                 assert torch.equal(found[step], first[step]), step
                 error = (found[step].float() - want[step]).norm() / want[step].norm()
                 assert error < 1e-2, (step, error)
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("early", [True, False])
+def test_a_graph_keeps_early_starts(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not overlap._able(0):
+        pytest.skip("needs an NVIDIA GPU from Hopper on")
+    monkeypatch.setattr(overlap, "ALLOWED", early)
+    with dispatch.use("triton"), torch.no_grad():
+        chain = Chain(1)
+        chain.step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            chain.step()
+    # Of a layer: qkv, positions, two of attention or recurrence and window, out, norm, up, down.
+    found, most = _programmatic_edges(graph), 8 * chain.layers
+    assert most - 1 <= found <= most if early else not found, found  # the first may differ
+
+
+def _programmatic_edges(graph: torch.cuda.CUDAGraph) -> int:
+    """Dependencies of a graph that are of type CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC."""
+    count = ctypes.c_size_t(4096)  # room for; then how many there are
+    ends = [(ctypes.c_void_p * count.value)() for _ in range(2)]
+    data = ((ctypes.c_uint8 * 8) * count.value)()  # ports, type, nothing
+    call = ctypes.CDLL("libcuda.so.1").cuGraphGetEdges_v2
+    status = call(ctypes.c_void_p(graph.raw_cuda_graph()), *ends, data, ctypes.byref(count))
+    assert status == 0 and 0 < count.value < 4096
+    return sum(edge[2] == 1 for edge in data[: count.value])
 
 
 def _captured(chain: Chain) -> Callable[[], Tensor]:
