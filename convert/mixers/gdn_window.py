@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.gdn import GatedDeltaNet
+from ltconvert.convert.mixers.joint import project_together
 from ltconvert.convert.mixers.local import local_attention
 from ltconvert.convert.mixers.rope import rotated
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -61,24 +62,23 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
             nn.init.zeros_(self.rest_proj.weight)
             nn.init.constant_(self.rest_proj.bias, NOTHING if self.closed else 0.0)
 
-    def mix(
+    def forward(
         self,
         x_BTC: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
         context: SequenceContext,
-        cache_layer: LinearAttentionCacheLayerMixin | None,
+        cache_layer: LinearAttentionCacheLayerMixin | None = None,
     ) -> Tensor:
-        """Outputs of the heads, [B, T, H * D], from projections without positions."""
-        linear_BTHD = super().mix(x_BTC, q, k, v, context, cache_layer)
+        """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
+        *heads, rest_BTH = project_together(x_BTC, self.b_proj, self.a_proj, self.rest_proj)
+        projected = [*self.project(x_BTC), *heads, self.gate_proj(x_BTC)]
+        linear_BTHD = self.mix(projected, context, cache_layer)
         linear_BTHD = linear_BTHD.unflatten(-1, (self.num_heads, self.head_dim))
-        local_BTHD, log_sum_BTH = self._look_around(q, k, v, context, cache_layer)
-        share_BTH = torch.sigmoid(log_sum_BTH - self.rest_proj(x_BTC).to(log_sum_BTH.dtype))
+        local_BTHD, log_sum_BTH = self._look_around(*projected[:3], context, cache_layer)
+        share_BTH = torch.sigmoid(log_sum_BTH - rest_BTH.to(log_sum_BTH.dtype))
         outside_BT = context.positions_BT >= self.window
         share_BTH1 = share_BTH.where(outside_BT[..., None], 1.0)[..., None]
         o_BTHD = share_BTH1 * local_BTHD + (1.0 - share_BTH1) * linear_BTHD
-        return o_BTHD.flatten(2).to(x_BTC.dtype)
+        return self.o_proj(o_BTHD.flatten(2).to(x_BTC.dtype))
 
     def _look_around(
         self,
