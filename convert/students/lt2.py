@@ -100,8 +100,8 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} is not supported "
-                "by LT2; leave it out (`transformers serve`: no --compile), or pass a StaticCache as "
-                "past_key_values"
+                "by LT2; leave it out (and the --compile of `transformers serve`), or pass a "
+                "StaticCache as past_key_values"
             )
         model_kwargs[CACHE_NAME] = self.new_cache()
 
