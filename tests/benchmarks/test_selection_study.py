@@ -15,8 +15,9 @@ import pytest
 from helpers import tiny_model, tiny_spec
 from pipeline_case import WORDS
 
-from ltconvert.benchmarks import selection_study
-from ltconvert.benchmarks.selection_study import first_of, main
+from ltconvert.benchmarks import selection_cases, selection_study
+from ltconvert.benchmarks.selection_cases import first_of
+from ltconvert.benchmarks.selection_study import main
 from ltconvert.benchmarks.selection_table import jaccard, read_studies, show
 from ltconvert.convert.checkpoint import save_student
 from ltconvert.convert.teachers.load import load_teacher
@@ -136,7 +137,7 @@ def test_the_same_command_only_shows_the_table(
 ) -> None:
     before = document(done)
     monkeypatch.setattr(LogitsObjective, "train_step", None)
-    monkeypatch.setattr(selection_study, "recall_scores", None)
+    monkeypatch.setattr(selection_cases, "recall_scores", None)
     assert study(case, done, "--methods", "kl", "recall-greedy") == 0
     assert document(done) == before
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| kl | ")]
