@@ -18,6 +18,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ltconvert.convert.mixers.attention import Projections
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.convolution import ShortConv, convolve, convolve_step
+from ltconvert.convert.mixers.joint import project_together
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.kernels.norm_gate import norm_gate
 
@@ -100,29 +101,32 @@ class LinearMixer(Projections):
         cache_layer: LinearAttentionCacheLayerMixin | None = None,
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
-        q, k, v = self.project(x_BTC)
-        return self.o_proj(self.mix(x_BTC, q, k, v, context, cache_layer))
+        rates = project_together(x_BTC, *(getattr(self, name) for name in self.RATES))
+        projected = [*self.project(x_BTC), *rates, self.gate_proj(x_BTC)]
+        return self.o_proj(self.mix(projected, context, cache_layer).to(x_BTC.dtype))
 
     def mix(
         self,
-        x_BTC: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        projected: Sequence[Tensor],
         context: SequenceContext,
         cache_layer: LinearAttentionCacheLayerMixin | None,
     ) -> Tensor:
-        """Outputs of the heads, [B, T, M], from projections without positions."""
-        rates = [getattr(self, name)(x_BTC) for name in self.RATES]
-        if cache_layer is not None and _decodes(x_BTC, context, cache_layer):
+        """Outputs of the heads, [B, T, M].
+
+        Args:
+            projected: q, k, v [B, T, H, D] without positions, then what the projections in
+                ``RATES`` [B, T, ...] and ``gate_proj`` [B, T, M] give.
+        """
+        q, k, v, *rates, gate_BTM = projected
+        if cache_layer is not None and _decodes(q, context, cache_layer):
             y_BHD = self.step(
                 torch.cat([y.flatten(1) for y in (q, k, v)], dim=-1),
-                self.gate_proj(x_BTC)[:, 0],
+                gate_BTM[:, 0],
                 [rate[:, 0] for rate in rates],
                 cache_layer,
                 context.remembered("place", lambda: _place(context)),
             )
-            return y_BHD.flatten(1)[:, None].to(x_BTC.dtype)
+            return y_BHD.flatten(1)[:, None]
         if self.conv is not None:
             q, k, v = convolve(self.conv, (q, k, v), context, cache_layer)
         state = None
@@ -131,7 +135,7 @@ class LinearMixer(Projections):
         o_BTHD, state = self.recur(q, k, v, rates, state, context)
         if cache_layer is not None:
             cache_layer.update_recurrent_state(state.detach())
-        return self._close(o_BTHD, self.gate_proj(x_BTC)).flatten(2).to(x_BTC.dtype)
+        return self._close(o_BTHD, gate_BTM).flatten(2)
 
     def recur(
         self,
@@ -214,11 +218,11 @@ def _expand_heads(value: Tensor, group: int, head_dim: int) -> Tensor:
 
 
 def _decodes(
-    x_BTC: Tensor, context: SequenceContext, cache_layer: LinearAttentionCacheLayerMixin
+    q_BTHD: Tensor, context: SequenceContext, cache_layer: LinearAttentionCacheLayerMixin
 ) -> bool:
     """Whether this is one more token of sequences in the cache, with no gradient to come."""
     return (
-        x_BTC.shape[1] == 1
+        q_BTHD.shape[1] == 1
         and context.keep_BT is None
         and cache_layer.is_recurrent_states_initialized[0]
         and not torch.is_grad_enabled()

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from ltconvert.convert.inspect import LayerFacts, ModelFacts
 from ltconvert.convert.mixers import MIXERS
-from ltconvert.convert.mixers.flex import BLOCK_TOKENS
 from ltconvert.convert.teachers.spec import TeacherSpec
-from ltconvert.distill.compilation import LEAST_STEPS
-from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.kernels import dispatch
@@ -41,7 +38,7 @@ _SAVED_SANDWICH, _SAVED_QK_NORM = 16, 16
 # their norms, and v times the step; the same and positions.
 _SAVED_BESIDE_GDN = {"kda": 12, "mamba2": 12, "retnet": 16}
 # A window beside the recurrence: of heads * head_dim, and of each head and token of the window,
-# whose scores stand in memory where flex attention is not used.
+# whose scores stand in memory in plain PyTorch.
 _SAVED_WINDOW = {"fp32": 21, "bf16": 17}
 _SAVED_SCORE = 24
 _LIVE_FORWARD = 6  # tensors of the widest kind alive in a forward pass that keeps nothing
@@ -59,12 +56,6 @@ def stage_memory(
     parts["runtime"] = RUNTIME_BYTES
     parts["teacher"] = models.teacher.parameters * FP32
 
-    def flex(settings: LogitsSettings) -> bool:
-        """Whether layers are compiled, which is where windows have no scores in memory."""
-        asked = recipe.runtime.compile
-        many = asked == "auto" and plan_steps(settings).steps >= LEAST_STEPS
-        return device == "cuda" and precision == "bf16" and (asked == "layers" or many)
-
     parts |= {
         "align": lambda: _align(recipe.align, models, precision),
         "select": lambda: _select(recipe, models, precision, device),
@@ -74,7 +65,6 @@ def stage_memory(
             precision,
             device,
             before=models.mixer_parameters,
-            flex=flex(recipe.logits),
         ),
         "longctx": lambda: _train(
             recipe.longctx,
@@ -82,7 +72,6 @@ def stage_memory(
             precision,
             device,
             before=models.hybrid.parameters,
-            flex=flex(recipe.longctx),
         ),
     }[stage]()
     if stage != "align":
@@ -138,12 +127,8 @@ def _train(
     device: str,
     *,
     before: int,
-    flex: bool = False,
 ) -> Parts:
-    """A student of its own with what AdamW needs, beside ``before`` values of the former.
-
-    ``flex``: windows are computed by flex attention, where the rows are whole blocks.
-    """
+    """A student of its own with what AdamW needs, beside ``before`` values of the former."""
     size = models.hybrid.parameters
     tokens = settings.rows_at_once * settings.seq_len_tokens
     # The head's gradient is added up in fp32.
@@ -152,7 +137,7 @@ def _train(
         "student": (size + before) * FP32 + _rounded(models.hybrid, precision),
         "gradients": size * FP32,
         "optimiser": 2 * size * FP32,
-        "activations": tokens * (_kept(settings, models, precision, flex) + _live(models.spec))
+        "activations": tokens * (_kept(settings, models, precision, device) + _live(models.spec))
         + _mask(settings),
         "logits": _chunk(models.spec.vocab_size, tokens, precision, device) + head,
     }
@@ -167,9 +152,10 @@ def _chunk(vocab: int, tokens: int, precision: str, device: str) -> int:
     return 2 * min(tokens, MOST_TOKENS) * row_width(vocab) * itemsize
 
 
-def _kept(settings: LogitsSettings, models: Models, precision: str, flex: bool) -> int:
+def _kept(settings: LogitsSettings, models: Models, precision: str, device: str) -> int:
     """What the forward pass keeps for the backward pass, bytes a token."""
-    scores = not flex or settings.seq_len_tokens % BLOCK_TOKENS != 0
+    backend, _ = dispatch.choose("window_attention", dispatch.asked_for("window_attention"), device)
+    scores = backend == "reference"
     layers = [
         (x.visits, saved_bytes(models.spec, x, precision, scores=scores))
         for x in models.hybrid.layers
