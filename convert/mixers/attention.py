@@ -5,6 +5,8 @@ B rows, T new tokens, S keys, C hidden width, H query heads, G key/value heads, 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,12 +22,19 @@ from ltconvert.convert.teachers.spec import TeacherSpec
 class Projections(nn.Module):
     """q, k, v and output projections with the biases and q/k norms that a family has.
 
+    Attributes:
+        keeps_keys, keeps_state: what a cache holds for it: keys and values, a recurrent state.
+        uses_rope: whether the layer's positions enter.
+
     Args:
         spec: the architecture.
         num_key_value_heads: G; the teacher's own count, or H once the heads are expanded.
     """
 
     kind: str
+    keeps_keys: ClassVar[bool] = True
+    keeps_state: ClassVar[bool] = False
+    uses_rope: ClassVar[bool] = True
 
     def __init__(self, spec: TeacherSpec, num_key_value_heads: int) -> None:
         super().__init__()
