@@ -8,7 +8,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ltconvert.convert.decode_layers import Now, layer_step, norm_of, normed
+from ltconvert.convert.decode_layers import (
+    AttentionStep,
+    GatedDeltaNetStep,
+    LayerStep,
+    Now,
+    WindowedGatedDeltaNetStep,
+    norm_of,
+    normed,
+)
+from ltconvert.convert.decode_sparse import SparseAttentionStep
+from ltconvert.convert.mixers.attention import Attention
+from ltconvert.convert.mixers.dsa import SparseAttention
+from ltconvert.convert.mixers.gdn import GatedDeltaNet
+from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import StaticKeys, StaticKeysAndState
@@ -59,3 +73,21 @@ class Step:
             used={size: (lengths_B + 1).clamp(max=size) for size in self.sizes},
             outside={window: lengths_B >= window for window in self.windows},
         )
+
+
+def layer_step(layer: DecoderLayer) -> LayerStep:
+    """The one-token form of a layer.
+
+    Raises:
+        ValueError: its mixer has none.
+    """
+    mixer = layer.mixer
+    if isinstance(mixer, SparseAttention):
+        return SparseAttentionStep(layer)
+    if isinstance(mixer, Attention):
+        return AttentionStep(layer)
+    if isinstance(mixer, WindowedGatedDeltaNet):
+        return WindowedGatedDeltaNetStep(layer)
+    if isinstance(mixer, GatedDeltaNet):
+        return GatedDeltaNetStep(layer)
+    raise ValueError(f"a {mixer.kind} mixer has no one-token step; use the model's own generate()")

@@ -35,6 +35,9 @@ OPS: dict[str, tuple[str, ...]] = {
     "decode_window": ("reference", "triton"),
     "decode_norm": ("reference", "triton"),
     "linear_kl": ("reference", "triton"),
+    "sparse_attention": ("reference",),
+    "index_topk": ("reference",),
+    "index_kl": ("reference",),
 }
 
 

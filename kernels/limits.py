@@ -58,3 +58,17 @@ def of_decode_linear(x_BC: Tensor, weight: Tensor) -> str | None:
     if weight.stride(-1) != 1:
         return "the weights of an output have to lie side by side"
     return of_precision(x_BC, weight)
+
+
+def of_sparse_attention(q_BHTD: Tensor) -> str | None:
+    """The same, and width."""
+    if q_BHTD.shape[-1] > MOST_WIDTH:
+        return f"heads are up to {MOST_WIDTH} wide, got {q_BHTD.shape[-1]}"
+    return of_precision(q_BHTD)
+
+
+def of_index(q_BTIE: Tensor) -> str | None:
+    """The same, and width."""
+    if q_BTIE.shape[-1] > MOST_WIDTH:
+        return f"index heads are up to {MOST_WIDTH} wide, got {q_BTIE.shape[-1]}"
+    return of_precision(q_BTIE)

@@ -25,7 +25,7 @@ class StudentSettings(Settings):
     """What the student is: its mixer, how many layers stay full, how it loops."""
 
     kind: Literal["lt2"] = Field("lt2", description="family of the student")
-    mixer: Literal["gdn", "gdn_window", "window", "full"] = Field(
+    mixer: Literal["gdn", "gdn_window", "dsa", "window", "full"] = Field(
         "gdn", description="mixer of every converted layer"
     )
     full_layers: int | float | list[int] = Field(
@@ -36,6 +36,12 @@ class StudentSettings(Settings):
         128,
         gt=0,
         description="window of `window` and `gdn_window` mixers, the token itself counted",
+    )
+    top_k_tokens: int = Field(
+        2048, gt=0, description="tokens that a query of a `dsa` mixer attends to"
+    )
+    index_heads: int = Field(
+        4, gt=0, description="heads of the indexer that chooses them, as wide as the teacher's"
     )
     short_conv: bool = Field(
         True, description="causal depthwise convolution on q, k, v (starts as the identity)"
@@ -100,6 +106,9 @@ class TrainSettings(Settings):
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2")
+    choice_weight: float = Field(
+        1.0, ge=0, description="`dsa`: weight of the KL of the indexer to the attention"
+    )
     clip_norm: float = Field(1.0, gt=0, description="gradient norm limit")
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass"

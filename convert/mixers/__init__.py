@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ltconvert.convert.mixers.attention import Attention, Projections, WindowAttention
 from ltconvert.convert.mixers.context import SequenceContext
+from ltconvert.convert.mixers.dsa import SparseAttention
 from ltconvert.convert.mixers.gdn import GatedDeltaNet
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -17,6 +18,7 @@ MIXERS: dict[str, type[Projections]] = {
     "window": WindowAttention,
     "gdn": GatedDeltaNet,
     "gdn_window": WindowedGatedDeltaNet,
+    "dsa": SparseAttention,
 }
 
 __all__ = ["MIXERS", "Projections", "SequenceContext", "make_mixer"]
@@ -30,6 +32,8 @@ def make_mixer(
     window_tokens: int,
     conv_size: int | None,
     sdpa_gate: bool,
+    top_k_tokens: int,
+    index_heads: int,
 ) -> Projections:
     """A mixer for one physical layer.
 
@@ -40,6 +44,8 @@ def make_mixer(
         raise ValueError(f"unknown mixer {kind!r}; choose one of {', '.join(MIXERS)}")
     if kind == "gdn":
         return GatedDeltaNet(spec, layer, conv_size=conv_size)
+    if kind == "dsa":
+        return SparseAttention(spec, layer, top_k=top_k_tokens, index_heads=index_heads)
     window = spec.layer_windows[layer]
     narrow = min(window_tokens, window or window_tokens)
     if kind == "gdn_window":

@@ -9,11 +9,14 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
+
+from ltconvert.convert.students.lt2_config import INDEXED_TYPE
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
 
@@ -133,6 +136,8 @@ class LinearAndTokenLayer(LinearAndWindowLayer, _OwnTokenLayer):  # type: ignore
 def _layer(layer_type: str, window: int | None) -> CacheLayer:
     if layer_type == "full_attention":
         return DynamicLayer()
+    if layer_type == INDEXED_TYPE:
+        return DynamicIndexedLayer()
     if layer_type == "linear_attention":
         return LinearAttentionLayer()
     if layer_type == "hybrid_sliding":
@@ -144,5 +149,5 @@ def _layer(layer_type: str, window: int | None) -> CacheLayer:
         return kind(sliding_window=window)
     raise ValueError(
         f"no cache layer for layer type {layer_type!r}; known: full_attention, linear_attention, "
-        "sliding_attention, hybrid_sliding"
+        "indexed_attention, sliding_attention, hybrid_sliding"
     )

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, field, fields
 from typing import Any
 
-from transformers.configuration_utils import PreTrainedConfig
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES, PreTrainedConfig
 
 from ltconvert.convert.students.loop import Step, make_schedule
 from ltconvert.convert.teachers.spec import TeacherSpec
+
+# transformers renamed it after 5.17
+INDEXED_TYPE = (
+    "indexed_attention"
+    if "indexed_attention" in ALLOWED_LAYER_TYPES
+    else "deepseek_sparse_attention"
+)
 
 
 class LT2Config(PreTrainedConfig):
@@ -23,6 +30,7 @@ class LT2Config(PreTrainedConfig):
         prelude_layers, coda_layers: layers that run once before and after the looped core.
         window_tokens: window of ``window`` and ``gdn_window`` mixers.
         conv_size: taps of the short convolution of linear mixers; None for none.
+        top_k_tokens, index_heads: tokens that a ``dsa`` mixer chooses, and heads that choose them.
         sdpa_gate: output gate on full layers.
         loop_residual: learned per-loop, per-channel residual ``rho_t * h_in``.
     """
@@ -33,6 +41,8 @@ class LT2Config(PreTrainedConfig):
     coda_layers: int = 0
     window_tokens: int = 128
     conv_size: int | None = 4
+    top_k_tokens: int = 2048
+    index_heads: int = 4
     sdpa_gate: bool = False
     loop_residual: bool = False
     num_hidden_layers: int = 0
@@ -109,6 +119,8 @@ class LT2Config(PreTrainedConfig):
             return "linear_attention"
         if self.mixers[layer] == "gdn_window":
             return "hybrid_sliding"
+        if self.mixers[layer] == "dsa":
+            return INDEXED_TYPE
         return "full_attention" if self.window(layer) is None else "sliding_attention"
 
     @classmethod

@@ -20,6 +20,7 @@ MIXERS = {
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn_window", "gdn_window"],
+    "dsa": ["dsa", "dsa", "dsa"],
     "hybrid": ["gdn", "full", "window"],
 }
 CASES = [(family, name) for family in FAMILIES for name in MIXERS]
@@ -29,7 +30,13 @@ TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # models run in fp64, RoPE tables are 
 def student(family: str, mixers: str, loops: int = 2, **options: object) -> LT2ForCausalLM:
     spec = tiny_spec(family, num_loops=loops)
     return tiny_model(
-        spec, MIXERS[mixers], window_tokens=5, sdpa_gate=True, loop_residual=True, **options
+        spec,
+        MIXERS[mixers],
+        window_tokens=5,
+        top_k_tokens=6,
+        sdpa_gate=True,
+        loop_residual=True,
+        **options,
     ).double()
 
 

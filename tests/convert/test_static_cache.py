@@ -16,13 +16,14 @@ MIXERS = {
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn", "gdn_window"],
+    "dsa": ["dsa", "dsa", "dsa"],
     "hybrid": ["gdn", "full", "window"],
 }
 
 
 def model_of(family: str, mixers: str, loops: int = 2, **options: Any) -> Any:
     spec = tiny_spec(family, num_loops=loops)
-    return tiny_model(spec, MIXERS[mixers], window_tokens=5, **options)
+    return tiny_model(spec, MIXERS[mixers], window_tokens=5, top_k_tokens=6, **options)
 
 
 def padded(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
