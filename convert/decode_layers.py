@@ -29,7 +29,7 @@ from ltconvert.kernels.gdn_step import gdn_step
 _ACTIVATIONS: dict[str, GateActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj", "rest_proj",
-    "index_q_proj", "index_k_proj", "index_weight_proj",
+    "index_q_proj", "index_k_proj", "index_weight_proj", "branch_proj",
 )  # fmt: skip
 
 

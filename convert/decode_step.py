@@ -17,11 +17,12 @@ from ltconvert.convert.decode_layers import (
     norm_of,
     normed,
 )
-from ltconvert.convert.decode_sparse import SparseAttentionStep
+from ltconvert.convert.decode_sparse import BlockSparseAttentionStep, SparseAttentionStep
 from ltconvert.convert.mixers.attention import Attention
 from ltconvert.convert.mixers.dsa import SparseAttention
 from ltconvert.convert.mixers.gdn import GatedDeltaNet
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.nsa import BlockSparseAttention
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.static_cache import StaticCache
@@ -84,6 +85,8 @@ def layer_step(layer: DecoderLayer) -> LayerStep:
     mixer = layer.mixer
     if isinstance(mixer, SparseAttention):
         return SparseAttentionStep(layer)
+    if isinstance(mixer, BlockSparseAttention):
+        return BlockSparseAttentionStep(layer)
     if isinstance(mixer, Attention):
         return AttentionStep(layer)
     if isinstance(mixer, WindowedGatedDeltaNet):

@@ -142,7 +142,8 @@ def student_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str,
         ValueError: more loops than the teacher has, or no core left between prelude and coda.
     """
     names = (
-        "window_tokens", "short_conv", "conv_size", "top_k_tokens", "index_heads", "sdpa_gate",
+        "window_tokens", "short_conv", "conv_size", "top_k_tokens", "index_heads", "block_tokens",
+        "chosen_blocks", "sdpa_gate",
         "loop_residual", "loops", "prelude_layers", "coda_layers",
     )  # fmt: skip
     options = {name: settings[name] for name in names}

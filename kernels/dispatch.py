@@ -38,6 +38,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "sparse_attention": ("reference",),
     "index_topk": ("reference",),
     "index_kl": ("reference",),
+    "block_topk": ("reference",),
 }
 
 

@@ -25,7 +25,7 @@ class StudentSettings(Settings):
     """What the student is: its mixer, how many layers stay full, how it loops."""
 
     kind: Literal["lt2"] = Field("lt2", description="family of the student")
-    mixer: Literal["gdn", "gdn_window", "dsa", "window", "full"] = Field(
+    mixer: Literal["gdn", "gdn_window", "dsa", "nsa", "window", "full"] = Field(
         "gdn", description="mixer of every converted layer"
     )
     full_layers: int | float | list[int] = Field(
@@ -35,13 +35,17 @@ class StudentSettings(Settings):
     window_tokens: int = Field(
         128,
         gt=0,
-        description="window of `window` and `gdn_window` mixers, the token itself counted",
+        description="window of `window`, `gdn_window` and `nsa` mixers, the token itself counted",
     )
     top_k_tokens: int = Field(
         2048, gt=0, description="tokens that a query of a `dsa` mixer attends to"
     )
     index_heads: int = Field(
         4, gt=0, description="heads of the indexer that chooses them, as wide as the teacher's"
+    )
+    block_tokens: int = Field(32, gt=0, description="size of the blocks of an `nsa` mixer")
+    chosen_blocks: int = Field(
+        16, gt=0, description="blocks that a query of an `nsa` mixer attends to, its window aside"
     )
     short_conv: bool = Field(
         True, description="causal depthwise convolution on q, k, v (starts as the identity)"

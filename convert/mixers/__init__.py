@@ -11,6 +11,7 @@ from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.dsa import SparseAttention
 from ltconvert.convert.mixers.gdn import GatedDeltaNet
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.nsa import BlockSparseAttention
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 MIXERS: dict[str, type[Projections]] = {
@@ -19,6 +20,7 @@ MIXERS: dict[str, type[Projections]] = {
     "gdn": GatedDeltaNet,
     "gdn_window": WindowedGatedDeltaNet,
     "dsa": SparseAttention,
+    "nsa": BlockSparseAttention,
 }
 
 __all__ = ["MIXERS", "Projections", "SequenceContext", "make_mixer"]
@@ -34,8 +36,12 @@ def make_mixer(
     sdpa_gate: bool,
     top_k_tokens: int,
     index_heads: int,
+    block_tokens: int,
+    chosen_blocks: int,
 ) -> Projections:
     """A mixer for one physical layer.
+
+    Where the teacher has a window, `nsa` leaves its attention as it is.
 
     Raises:
         ValueError: ``kind`` is not one of MIXERS.
@@ -47,6 +53,10 @@ def make_mixer(
     if kind == "dsa":
         return SparseAttention(spec, layer, top_k=top_k_tokens, index_heads=index_heads)
     window = spec.layer_windows[layer]
+    if kind == "nsa" and window is None:
+        return BlockSparseAttention(
+            spec, layer, window=window_tokens, block=block_tokens, chosen=chosen_blocks
+        )
     narrow = min(window_tokens, window or window_tokens)
     if kind == "gdn_window":
         return WindowedGatedDeltaNet(spec, layer, conv_size=conv_size, window=narrow)

@@ -16,7 +16,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ltconvert.convert.students.lt2_config import INDEXED_TYPE
+from ltconvert.convert.students.block_cache import DynamicBlockLayer
+from ltconvert.convert.students.lt2_config import BLOCKS_TYPE, INDEXED_TYPE
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
 
@@ -138,6 +139,8 @@ def _layer(layer_type: str, window: int | None) -> CacheLayer:
         return DynamicLayer()
     if layer_type == INDEXED_TYPE:
         return DynamicIndexedLayer()
+    if layer_type == BLOCKS_TYPE:
+        return DynamicBlockLayer()
     if layer_type == "linear_attention":
         return LinearAttentionLayer()
     if layer_type == "hybrid_sliding":
@@ -149,5 +152,5 @@ def _layer(layer_type: str, window: int | None) -> CacheLayer:
         return kind(sliding_window=window)
     raise ValueError(
         f"no cache layer for layer type {layer_type!r}; known: full_attention, linear_attention, "
-        "indexed_attention, sliding_attention, hybrid_sliding"
+        "indexed_attention, compressed_sparse_attention, sliding_attention, hybrid_sliding"
     )

@@ -17,6 +17,7 @@ INDEXED_TYPE = (
     if "indexed_attention" in ALLOWED_LAYER_TYPES
     else "deepseek_sparse_attention"
 )
+BLOCKS_TYPE = "compressed_sparse_attention"
 
 
 class LT2Config(PreTrainedConfig):
@@ -28,9 +29,10 @@ class LT2Config(PreTrainedConfig):
     Attributes:
         mixers: the mixer of each physical layer, see ``ltconvert.convert.mixers.MIXERS``.
         prelude_layers, coda_layers: layers that run once before and after the looped core.
-        window_tokens: window of ``window`` and ``gdn_window`` mixers.
+        window_tokens: window of ``window``, ``gdn_window`` and ``nsa`` mixers.
         conv_size: taps of the short convolution of linear mixers; None for none.
         top_k_tokens, index_heads: tokens that a ``dsa`` mixer chooses, and heads that choose them.
+        block_tokens, chosen_blocks: tokens of a block of an ``nsa`` mixer, and how many it chooses.
         sdpa_gate: output gate on full layers.
         loop_residual: learned per-loop, per-channel residual ``rho_t * h_in``.
     """
@@ -43,6 +45,8 @@ class LT2Config(PreTrainedConfig):
     conv_size: int | None = 4
     top_k_tokens: int = 2048
     index_heads: int = 4
+    block_tokens: int = 32
+    chosen_blocks: int = 16
     sdpa_gate: bool = False
     loop_residual: bool = False
     num_hidden_layers: int = 0
@@ -121,7 +125,9 @@ class LT2Config(PreTrainedConfig):
             return "hybrid_sliding"
         if self.mixers[layer] == "dsa":
             return INDEXED_TYPE
-        return "full_attention" if self.window(layer) is None else "sliding_attention"
+        if self.window(layer) is not None:
+            return "sliding_attention"
+        return BLOCKS_TYPE if self.mixers[layer] == "nsa" else "full_attention"
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

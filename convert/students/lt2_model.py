@@ -119,6 +119,8 @@ class LT2Model(LT2PreTrainedModel):
             sdpa_gate=config.sdpa_gate,
             top_k_tokens=config.top_k_tokens,
             index_heads=config.index_heads,
+            block_tokens=config.block_tokens,
+            chosen_blocks=config.chosen_blocks,
         )
 
     def new_cache(self) -> LoopCache:

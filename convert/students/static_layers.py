@@ -16,7 +16,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ltconvert.convert.students.lt2_config import INDEXED_TYPE, LT2Config
+from ltconvert.convert.students.block_cache import BlockKeys
+from ltconvert.convert.students.lt2_config import BLOCKS_TYPE, INDEXED_TYPE, LT2Config
 
 
 class StaticKeys(CacheLayerMixin):
@@ -159,6 +160,23 @@ class StaticIndexedKeys(StaticKeys):
         self.indexer_keys.copy_(self.indexer_keys.index_select(0, order))
 
 
+class StaticBlockKeys(BlockKeys, StaticKeys):  # type: ignore[misc]
+    """Beside keys and values one key and one value a block, [B, G, M, D], numbered in each row."""
+
+    def __init__(self, *args: Any, block: int, **kwargs: Any) -> None:
+        StaticKeys.__init__(self, *args, **kwargs)
+        batch, heads, slots, width = self.keys.shape
+        self.block_keys = self.keys.new_zeros(batch, heads, slots // block + 1, width)
+        self.block_values = torch.zeros_like(self.block_keys)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in another order, in place, as beam search wants."""
+        super().reorder_cache(beam_idx)
+        for kept in (self.block_keys, self.block_values):
+            assert kept is not None
+            kept.copy_(kept.index_select(0, beam_idx.to(kept.device)))
+
+
 def static_layer(
     config: LT2Config,
     kind: str,
@@ -180,6 +198,8 @@ def static_layer(
         return StaticKeys(shape, window, max_length, **made)
     if kind == INDEXED_TYPE:
         return StaticIndexedKeys(shape, None, max_length, **made)
+    if kind == BLOCKS_TYPE:
+        return StaticBlockKeys(shape, None, max_length, block=config.block_tokens, **made)
     layer: Any = LinearAttentionLayer()
     if kind == "hybrid_sliding":
         layer = StaticKeysAndState((batch, heads, width), window, max_length, **made)
@@ -194,10 +214,11 @@ def static_layer(
 
 
 def keys_of(layer: Any) -> list[Tensor]:
-    """Keys and values of a cache's layer, an indexer's keys too; none of a linear one."""
+    """Keys and values of a cache's layer, those of an indexer or of blocks, too."""
     if not isinstance(layer, CacheLayerMixin):
         return []
-    kept = layer.keys, layer.values, getattr(layer, "indexer_keys", None)
+    names = ("keys", "values", "indexer_keys", "block_keys", "block_values")
+    kept = (getattr(layer, name, None) for name in names)
     return [tensor for tensor in kept if tensor is not None]
 
 

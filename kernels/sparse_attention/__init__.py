@@ -24,6 +24,7 @@ def sparse_attention(
     bits_BJTW: Tensor | None = None,
     block_BS: Tensor | None = None,
     keep_BS: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attend: o [B, H, T, D] in q's dtype, log of the summed weights [B, H, T] in fp32.
 
@@ -36,9 +37,10 @@ def sparse_attention(
       ``block_BS`` the block of each key (below 0: none). Without ``block_BS`` key s is block s.
 
     Without both it sees every key up to itself. ``keep_BS`` False marks padding, which none but
-    itself sees. A query that sees nothing has o = 0 and -inf. Query head h reads key/value head
-    ``h // (H / G)`` and choice ``h // (H / J)``. Window: Mistral's; chosen tokens: arXiv
-    2512.02556; chosen blocks: arXiv 2502.11089.
+    itself sees. Without ``causal`` keys have no columns (they may stand for blocks of tokens), and
+    bits alone say what is seen. A query that sees nothing has o = 0 and -inf. Query head h reads
+    key/value head ``h // (H / G)`` and choice ``h // (H / J)``. Chosen tokens: arXiv 2512.02556;
+    chosen blocks: arXiv 2502.11089.
 
     Args:
         first_BT: int32 or int64 [B or 1, T], columns.
@@ -56,7 +58,7 @@ def sparse_attention(
             f"with queries {list(q_BHTD.shape)}, keys and values must be [{batch}, groups, keys, "
             f"{width}], got {list(k_BGSD.shape)} and {list(v_BGSD.shape)}"
         )
-    if not groups or heads % groups or not length or keys < length:
+    if not groups or heads % groups or not length or (causal and keys < length) or not keys:
         raise ValueError(
             "query heads must be a multiple of the key/value heads, and queries the last of the "
             f"keys; got {heads} and {groups} heads, {length} queries and {keys} keys"
@@ -67,6 +69,8 @@ def sparse_attention(
         )
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be positive or None, got {soft_cap}")
+    if not causal and (bits_BJTW is None or first_BT is not None or keep_BS is not None):
+        raise ValueError("without causal order bits alone say what is seen; give nothing else")
     check_seen(batch, length, keys, first_BT, keep_BS)
     _check_bits(batch, heads, length, keys, bits_BJTW, block_BS)
     limit = limits.of_sparse_attention(q_BHTD)
@@ -80,6 +84,7 @@ def sparse_attention(
         bits_BJTW=bits_BJTW,
         block_BS=block_BS,
         keep_BS=keep_BS,
+        causal=causal,
     )
 
 

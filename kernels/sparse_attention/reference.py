@@ -26,10 +26,11 @@ def sparse_attention(
     bits_BJTW: Tensor | None,
     block_BS: Tensor | None,
     keep_BS: Tensor | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """See ``ltconvert.kernels.sparse_attention.sparse_attention``."""
     return _SparseAttention.apply(
-        q_BHTD, k_BGSD, v_BGSD, first_BT, bits_BJTW, block_BS, keep_BS, scale, soft_cap
+        q_BHTD, k_BGSD, v_BGSD, first_BT, bits_BJTW, block_BS, keep_BS, scale, soft_cap, causal
     )
 
 
@@ -52,7 +53,7 @@ class _SparseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dlog_sum: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, *others = ctx.saved_tensors
-        scale, cap = ctx.scales
+        scale, cap, causal = ctx.scales
         q_BGRTD, k_BGSD, v_BGSD = _wide(q, k, v)
         do_BGRTD = do.to(q_BGRTD.dtype).view_as(q_BGRTD)
         # How far a weight moves the outputs beyond their mean, which it moves as well.
@@ -60,7 +61,7 @@ class _SparseAttention(torch.autograd.Function):
         dq, dk, dv = (torch.zeros_like(x) for x in (q_BGRTD, k_BGSD, v_BGSD))
         with torch.autocast(q.device.type, enabled=False):
             for a, b in _chunks(q, k):
-                weights, part = _weights(q_BGRTD, k_BGSD, a, b, *others, scale, cap)
+                weights, part = _weights(q_BGRTD, k_BGSD, a, b, *others, scale, cap, causal)
                 do_n = do_BGRTD[..., a:b, :]
                 dv[:, :, : part.keys] += (weights.mT @ do_n).sum(2)
                 dweights = do_n @ v_BGSD[:, :, None, : part.keys].mT
@@ -68,7 +69,7 @@ class _SparseAttention(torch.autograd.Function):
                 dq[..., a:b, :] = dscores @ k_BGSD[:, :, None, : part.keys]
                 dk[:, :, : part.keys] += (dscores.mT @ q_BGRTD[..., a:b, :]).sum(2)
         grads = (dq.view_as(q).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
-        return (*grads, *[None] * 6)
+        return (*grads, *[None] * 7)
 
 
 class _Chunk(NamedTuple):
@@ -91,10 +92,11 @@ def _weights(
     keep_BS: Tensor | None,
     scale: float,
     cap: float | None,
+    causal: bool,
 ) -> tuple[Tensor, _Chunk]:
     """Softmax weights [B, G, R, n, keys] of queries a to b."""
     length, total = q_BGRTD.shape[3], k_BGSD.shape[2]
-    keys = total - length + b
+    keys = total - length + b if causal else total
     scores = (q_BGRTD[..., a:b, :] @ k_BGSD[:, :, None, :keys].mT) * scale
     slope: Tensor | float = 1.0
     if cap is not None:
@@ -102,7 +104,7 @@ def _weights(
         slope = 1.0 - scores.square()
         scores = cap * scores
     seen_BJnS = seen_keys(
-        first_BT, bits_BJTW, block_BS, keep_BS, a, b, length, total, scores.device
+        first_BT, bits_BJTW, block_BS, keep_BS, a, b, length, total, scores.device, causal
     )
     heads = q_BGRTD.shape[1] * q_BGRTD.shape[2]
     if seen_BJnS.shape[1] > 1:

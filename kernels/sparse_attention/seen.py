@@ -43,8 +43,12 @@ def kept(keep_BS: Tensor | None, columns_n: Tensor, keys_S: Tensor) -> Tensor:
 def seen_keys(
     first_BT: Tensor | None, bits_BJTW: Tensor | None, block_BS: Tensor | None,
     keep_BS: Tensor | None, a: int, b: int, length: int, keys: int, device: torch.device,
+    causal: bool = True,
 ) -> Tensor:  # fmt: skip
     """What ``sparse_attention`` lets queries a to b see, [B or 1, J or 1, n, keys up to b's]."""
+    if not causal:
+        assert bits_BJTW is not None
+        return _chosen(bits_BJTW[:, :, a:b], block_BS, keys)
     if bits_BJTW is None:
         return stretch(first_BT, keep_BS, a, b, length, keys, device)[:, None]
     columns_n = torch.arange(keys - length + a, keys - length + b, device=device)[:, None]

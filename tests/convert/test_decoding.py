@@ -22,8 +22,10 @@ MIXERS = {
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn", "gdn_window"],
     "dsa": ["dsa", "dsa", "dsa"],
+    "nsa": ["nsa", "nsa", "nsa"],
     "hybrid": ["gdn", "full", "window"],
 }
+SMALL = {"window_tokens": 5, "top_k_tokens": 6, "block_tokens": 2, "chosen_blocks": 2}
 LENGTHS, NEW = (11, 3, 7), 9
 PLAIN = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 
@@ -31,7 +33,7 @@ PLAIN = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 def model_of(family: str, mixers: str, loops: int = 2, **options: Any) -> LT2ForCausalLM:
     """Windows of 5 tokens: shorter than the longest prompts, longer than the shortest."""
     spec = tiny_spec(family, num_loops=loops)
-    return tiny_model(spec, MIXERS[mixers], **({"window_tokens": 5, "top_k_tokens": 6} | options))
+    return tiny_model(spec, MIXERS[mixers], **(SMALL | options))
 
 
 def prompts() -> dict[str, torch.Tensor]:

@@ -21,8 +21,10 @@ MIXERS = {
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn_window", "gdn_window"],
     "dsa": ["dsa", "dsa", "dsa"],
+    "nsa": ["nsa", "nsa", "nsa"],
     "hybrid": ["gdn", "full", "window"],
 }
+SMALL = {"window_tokens": 5, "top_k_tokens": 6, "block_tokens": 2, "chosen_blocks": 2}
 CASES = [(family, name) for family in FAMILIES for name in MIXERS]
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # models run in fp64, RoPE tables are fp32
 
