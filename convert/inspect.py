@@ -17,8 +17,10 @@ class LayerFacts:
     """One physical layer.
 
     Attributes:
-        mixer: ``full``, ``window`` or ``gdn``.
+        mixer: one of ``MIXERS``.
         window: tokens that its attention sees (the token itself counted), None for all or none.
+        attended: tokens that a query attends to at most, where it chooses them among all.
+        choosing_width: multiplications that looking at one token costs a query that chooses.
         rope: name of its positions, None for none.
         visits: how often a forward pass runs it; each visit has a cache of its own.
         parameters, mixer_parameters: of the layer, and of its mixer alone.
@@ -30,6 +32,8 @@ class LayerFacts:
     layer: int
     mixer: str
     window: int | None
+    attended: int | None
+    choosing_width: float
     rope: str | None
     visits: int
     parameters: int
@@ -130,6 +134,8 @@ def _layer_facts(
         layer=layer,
         mixer=kind,
         window=None if kind == "gdn" else config.window(layer),
+        attended=config.attended(layer),
+        choosing_width=_choosing_width(config, layer),
         rope=None if kind == "gdn" else config.layer_rope[layer],
         visits=visits,
         parameters=count(block),
@@ -153,5 +159,20 @@ def _cache(config: LT2Config, layer: int, itemsize: int) -> tuple[int, int | Non
     if config.mixers[layer] == "gdn":
         return 0, 0, state
     per_token = 2 * heads * config.head_dim * itemsize
+    if config.mixers[layer] == "dsa":
+        window = None  # all keys are kept
+        per_token += config.head_dim * itemsize  # the indexer's key
+    if config.mixers[layer] == "nsa" and window is None:
+        state = per_token  # the slot that is nobody's
+        per_token += per_token // config.block_tokens
     # The next token sees itself and window - 1 before it.
     return per_token, None if window is None else window - 1, state
+
+
+def _choosing_width(config: LT2Config, layer: int) -> float:
+    """Multiplications a query and token: an indexer's heads, or the compressed keys and values."""
+    if config.attended(layer) is None:
+        return 0.0
+    if config.mixers and config.mixers[layer] == "dsa":
+        return float(config.index_heads * config.head_dim)
+    return 3.0 * config.num_attention_heads * config.head_dim / config.block_tokens

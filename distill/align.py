@@ -62,7 +62,8 @@ class AlignObjective:
         self.chooses = any(student.model.layers[i].mixer.chooses for i in self.layers)
         student.requires_grad_(False)
         for layer in self.layers:
-            student.model.layers[layer].mixer.requires_grad_(True)
+            for parameter in student.model.layers[layer].mixer.aligned_parameters():
+                parameter.requires_grad_(True)
         schedule = teacher.model.schedule
         visits = [step.slot for step in schedule if step.layer in set(self.layers)]
         self.num_visits = len(visits)
@@ -71,7 +72,7 @@ class AlignObjective:
     def parameter_groups(self) -> list[dict[str, Any]]:
         """All mixers, one learning rate."""
         mixers = [self.module.model.layers[i].mixer for i in self.layers]
-        params = [parameter for mixer in mixers for parameter in mixer.parameters()]
+        params = [parameter for mixer in mixers for parameter in mixer.aligned_parameters()]
         return [{"name": "mixers", "params": params, "lr": self.lr}]
 
     def compile_with(self, wrap: Wrap) -> None:

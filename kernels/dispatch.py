@@ -35,10 +35,8 @@ OPS: dict[str, tuple[str, ...]] = {
     "decode_window": ("reference", "triton"),
     "decode_norm": ("reference", "triton"),
     "linear_kl": ("reference", "triton"),
-    "sparse_attention": ("reference",),
-    "index_topk": ("reference",),
-    "index_kl": ("reference",),
-    "block_topk": ("reference",),
+    "sparse_attention": ("reference", "triton"),
+    "index_topk": ("reference", "triton"),
 }
 
 

@@ -59,6 +59,18 @@ class StudentSettings(Settings):
     prelude_layers: int = Field(0, ge=0, description="layers run once before the looped core")
     coda_layers: int = Field(0, ge=0, description="layers run once after the looped core")
 
+    @property
+    def exact_tokens(self) -> tuple[str, int]:
+        """Up to how many tokens the mixer is the teacher, and the settings that say so; 0: none."""
+        if self.mixer in ("window", "gdn_window"):
+            return "student.window_tokens", self.window_tokens
+        if self.mixer == "dsa":
+            return "student.top_k_tokens", self.top_k_tokens
+        if self.mixer == "nsa":
+            tokens = self.window_tokens + self.block_tokens * self.chosen_blocks
+            return "student.window_tokens + block_tokens * chosen_blocks", tokens
+        return "", 0
+
     @field_validator("full_layers")
     @classmethod
     def _full_layers(cls, value: int | float | list[int]) -> int | float | list[int]:
@@ -279,17 +291,17 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _rows_reach_beyond_the_window(self) -> Self:
-        """Where rows are no longer than the window nothing is there to learn or to measure."""
-        window = self.student.window_tokens
-        if self.student.mixer not in ("window", "gdn_window"):
-            return self
-        for stage in self.stages:
+        """Where rows are no longer than what is exact nothing is there to learn or to measure."""
+        name, exact = self.student.exact_tokens
+        for stage in self.stages if exact else ():
             settings = getattr(self, stage)
             idle = stage == "select" and settings.method in ("uniform", "list")
-            if settings.seq_len_tokens <= window and not idle:
+            # An indexer learns from all the attention there is, chosen or not.
+            idle |= stage == "align" and self.student.mixer == "dsa"
+            if settings.seq_len_tokens <= exact and not idle:
                 raise ValueError(
                     f"{stage}.seq_len_tokens {settings.seq_len_tokens} shows nothing outside"
-                    f" student.window_tokens {window}; make the rows longer or the window smaller"
+                    f" {name} {exact}; make the rows longer or that smaller"
                 )
         return self
 

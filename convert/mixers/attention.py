@@ -53,6 +53,10 @@ class Projections(nn.Module):
         """This mixer's tensors that come from the teacher's attention: all, as they are."""
         return teacher
 
+    def aligned_parameters(self) -> list[nn.Parameter]:
+        """What trains while the mixer learns to do what the teacher's does: everything."""
+        return list(self.parameters())
+
     def forward_with_loss(
         self, x_BTC: Tensor, context: SequenceContext, over: LossOver
     ) -> tuple[Tensor, Tensor | None]:

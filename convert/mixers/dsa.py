@@ -62,6 +62,10 @@ class SparseAttention(Attention):
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         return self._run(x_BTC, context, cache_layer, None)[0]
 
+    def aligned_parameters(self) -> list[nn.Parameter]:
+        """The indexer: the rest is the teacher's and right."""
+        return [parameter for name, parameter in self.named_parameters() if "index_" in name]
+
     def forward_with_loss(
         self, x_BTC: Tensor, context: SequenceContext, over: LossOver
     ) -> tuple[Tensor, Tensor | None]:

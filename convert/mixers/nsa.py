@@ -65,6 +65,10 @@ class BlockSparseAttention(Attention):
         nn.init.constant_(self.key_weight, 1.0 / self.block)
         nn.init.constant_(self.value_weight, 1.0 / self.block)
 
+    def aligned_parameters(self) -> list[nn.Parameter]:
+        """What is new: the rest is the teacher's and right."""
+        return [self.branch_proj.weight, self.key_weight, self.value_weight]
+
     def forward(
         self, x_BTC: Tensor, context: SequenceContext, cache_layer: BlockKeys | None = None
     ) -> Tensor:

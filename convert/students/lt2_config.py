@@ -118,6 +118,14 @@ class LT2Config(PreTrainedConfig):
             return min(self.window_tokens, window or self.window_tokens)
         return window
 
+    def attended(self, layer: int) -> int | None:
+        """Tokens that a query of a physical layer attends to, where it chooses them among all."""
+        if self.mixers[layer] == "dsa":
+            return self.top_k_tokens
+        if self.mixers[layer] == "nsa" and self.window(layer) is None:
+            return self.window_tokens + self.block_tokens * self.chosen_blocks
+        return None
+
     def _layer_type(self, layer: int) -> str:
         if self.mixers[layer] == "gdn":
             return "linear_attention"

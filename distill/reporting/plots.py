@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEACHER, STUDENT = "#555555", "#1f6fb2"
-COLOURS = {"full": "#e8903a", "window": "#7fb069", "gdn": "#1f6fb2", "gdn_window": "#2a9d8f"}
+COLOURS = {
+    "full": "#e8903a",
+    "window": "#7fb069",
+    "gdn": "#1f6fb2",
+    "gdn_window": "#2a9d8f",
+    "dsa": "#8e5ea2",
+    "nsa": "#c45850",
+}
 OTHER_COLOUR = "#b0b0b0"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ltconvert.kernels import dispatch
+from ltconvert.kernels.block_topk import reference
 
 
 def block_topk(
@@ -25,7 +25,8 @@ def block_topk(
     Query t sees blocks ``first[t]`` to before ``past[t]``. Per key/value head ``count`` of them are
     chosen: the first one, where attention sinks lie, and those to which the softmax over their
     compressed keys gives most, summed over the query heads (arXiv 2502.11089, eq. 8 to 11); of
-    equal ones the later. Works with any number of query heads a key/value head. No gradient.
+    equal ones the later. Any number of query heads may share a key/value head. Plain PyTorch on
+    every device. No gradient.
 
     Args:
         k_BGMD: a key for each block.
@@ -49,6 +50,6 @@ def block_topk(
         )
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    return dispatch.implementation("block_topk", q_BHTD.device).block_topk(
+    return reference.block_topk(
         q_BHTD, k_BGMD, first_BT, past_BT, count, scale=scale, soft_cap=soft_cap
     )

@@ -6,6 +6,8 @@ D width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,6 @@ from ltconvert.kernels.sparse_attention.bits import pack, words_for
 from ltconvert.kernels.sparse_attention.seen import chunks
 
 
-@torch.no_grad()
 def block_topk(
     q_BHTD: Tensor,
     k_BGMD: Tensor,
@@ -26,12 +27,26 @@ def block_topk(
     soft_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """See ``ltconvert.kernels.block_topk.block_topk``."""
+    with torch.no_grad():
+        return _block_topk(q_BHTD, k_BGMD, first_BT, past_BT, count, scale, soft_cap)
+
+
+# An op of its own, so that `torch.compile` does not unroll the chunks.
+@torch.library.custom_op("ltconvert::block_topk", mutates_args=())
+def _block_topk(
+    q_BHTD: Tensor,
+    k_BGMD: Tensor,
+    first_BT: Tensor,
+    past_BT: Tensor,
+    count: int,
+    scale: float,
+    soft_cap: float | None,
+) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = q_BHTD.shape
-    groups, blocks = k_BGMD.shape[1:3]
-    size = batch, groups, length, words_for(blocks)
-    chosen, rest = torch.zeros(2, *size, dtype=torch.int32, device=q_BHTD.device)
+    blocks = k_BGMD.shape[2]
+    chosen, rest = (x.zero_() for x in _bits(q_BHTD, k_BGMD))
     number_M = torch.arange(blocks, device=q_BHTD.device)
-    for a, b in chunks(length, batch * heads * blocks) if blocks else ():
+    for a, b in chunks(length, batch * heads * blocks, q_BHTD.device) if blocks else ():
         first_Bn1, past_Bn1 = first_BT[:, a:b, None], past_BT[:, a:b, None]
         seen_BnM = (number_M >= first_Bn1) & (number_M < past_Bn1)
         weight_BGnM = block_weights(q_BHTD[:, :, a:b], k_BGMD, seen_BnM, scale, soft_cap)
@@ -39,6 +54,13 @@ def block_topk(
         chosen[:, :, a:b] = pack(mask_BGnM)
         rest[:, :, a:b] = pack(seen_BnM[:, None] & ~mask_BGnM)
     return chosen, rest
+
+
+@_block_topk.register_fake
+def _bits(q_BHTD: Tensor, k_BGMD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    groups, blocks = k_BGMD.shape[1:3]
+    size = q_BHTD.shape[0], groups, q_BHTD.shape[2], words_for(blocks)
+    return q_BHTD.new_empty(size, dtype=torch.int32), q_BHTD.new_empty(size, dtype=torch.int32)
 
 
 def block_weights(
@@ -62,5 +84,5 @@ def best_blocks(weight_BGnM: Tensor, seen_BnM: Tensor, first_BnM: Tensor, count:
         return seen.expand_as(weight_BGnM)
     weight_BGnM = weight_BGnM.masked_fill(first_BnM[:, None], float("inf"))
     order = ranks(weight_BGnM).masked_fill(~seen, NEVER)
-    least = order.topk(count, dim=-1, sorted=True).values[..., -1:]
+    least = order.topk(count, dim=-1, sorted=False).values.amin(-1, True)
     return seen & (order >= least)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ltconvert.kernels import dispatch
+from ltconvert.kernels.index_kl import reference
 from ltconvert.kernels.index_topk import check_index
 from ltconvert.kernels.sparse_attention import check_seen
 
@@ -30,7 +30,7 @@ def index_kl(
     p is the attention distribution of the heads, averaged (arXiv 2512.02556, eq. 3 and 4): over all
     keys of the query's stretch (the dense warm-up), or with bits over the chosen ones. Padding
     counts neither as key nor as query. Differentiable in the first three arguments alone: the
-    attention is a target.
+    attention is a target. Plain PyTorch on every device.
 
     Args:
         bits_BJTW: [B, 1, T, W] of ``index_topk``, which lie within the stretches.
@@ -51,7 +51,7 @@ def index_kl(
             f"{keys}, width]; got {list(q_BHTD.shape)} and {list(k_BGSD.shape)}"
         )
     check_seen(batch, length, keys, first_BT, keep_BS)
-    return dispatch.implementation("index_kl", q_BHTD.device).index_kl(
+    return reference.index_kl(
         index_q_BTIE,
         index_k_BSE,
         weight_BTI,

@@ -62,7 +62,7 @@ def _index_kl(
     share = 1.0 / real_BT.sum().clamp(min=1).to(work)
     k_BSE = index_k_BSE.to(work)
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        for a, b in chunks(length, batch * total * max(heads, 2 * index_heads)):
+        for a, b in chunks(length, batch * total * max(heads, 2 * index_heads), q_BHTD.device):
             keys = total - length + b
             seen_BnS = _seen(first_BT, bits_BJTW, keep_BS, a, b, length, total, q_BHTD.device)
             p_BnS = _attention(q_BHTD[:, :, a:b], k_BGSD[:, :, :keys], seen_BnS, scale, soft_cap)

@@ -6,6 +6,7 @@ B rows, T queries, n of a chunk, S keys, I index heads, E their width, W words.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from ltconvert.kernels.sparse_attention.seen import chunks, stretch
 NEVER = torch.iinfo(torch.int64).min
 
 
-@torch.no_grad()
 def index_topk(
     q_BTIE: Tensor,
     k_BSE: Tensor,
@@ -27,12 +27,32 @@ def index_topk(
     keep_BS: Tensor | None,
 ) -> Tensor:
     """See ``ltconvert.kernels.index_topk.index_topk``."""
+    with torch.no_grad():
+        return _index_topk(q_BTIE, k_BSE, weight_BTI, count, first_BT, keep_BS)
 
+
+# An op of its own, so that `torch.compile` does not unroll the chunks.
+@torch.library.custom_op("ltconvert::index_topk_reference", mutates_args=())
+def _index_topk(
+    q_BTIE: Tensor,
+    k_BSE: Tensor,
+    weight_BTI: Tensor,
+    count: int,
+    first_BT: Tensor | None,
+    keep_BS: Tensor | None,
+) -> Tensor:
     def scores(a: int, b: int, keys: int) -> Tensor:
         return index_scores(q_BTIE[:, a:b], k_BSE[:, :keys], weight_BTI[:, a:b])
 
     size = q_BTIE.shape[0] * q_BTIE.shape[2] * k_BSE.shape[1]
     return choose(scores, size, q_BTIE, k_BSE, count, first_BT, keep_BS)
+
+
+@_index_topk.register_fake
+def empty_bits(q_BTIE: Tensor, k_BSE: Tensor, *_: Any) -> Tensor:
+    """Room for the result, [B, 1, T, W]."""
+    shape = q_BTIE.shape[0], 1, q_BTIE.shape[1], words_for(k_BSE.shape[1])
+    return q_BTIE.new_empty(shape, dtype=torch.int32)
 
 
 def choose(
@@ -52,12 +72,12 @@ def choose(
     batch, length = q_BTIE.shape[:2]
     total, device = k_BSE.shape[1], q_BTIE.device
     bits_BTW = torch.zeros(batch, length, words_for(total), dtype=torch.int32, device=device)
-    for a, b in chunks(length, size):
+    for a, b in chunks(length, size, device):
         keys = total - length + b
         seen_BnS = stretch(first_BT, keep_BS, a, b, length, total, device)
         if keys > count:
             ranks_BnS = ranks(scores(a, b, keys)).masked_fill(~seen_BnS, NEVER)
-            least_Bn = ranks_BnS.topk(count, dim=-1, sorted=True).values[..., -1:]
+            least_Bn = ranks_BnS.topk(count, dim=-1, sorted=False).values.amin(-1, True)
             seen_BnS = seen_BnS & (ranks_BnS >= least_Bn)
         bits_BTW[:, a:b, : words_for(keys)] = pack(seen_BnS)
     return bits_BTW[:, None]

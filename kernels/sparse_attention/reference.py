@@ -127,4 +127,4 @@ def _wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _chunks(q_BHTD: Tensor, k_BGSD: Tensor) -> list[tuple[int, int]]:
     batch, heads, length, _ = q_BHTD.shape
-    return chunks(length, batch * heads * k_BGSD.shape[2])
+    return chunks(length, batch * heads * k_BGSD.shape[2], q_BHTD.device)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ltconvert.kernels.sparse_attention.bits import unpack
 
-MOST_SCORES = 2**22  # numbers of a chunk's scores
+MOST_SCORES = 2**22  # numbers of a chunk's scores; on a GPU, whose launches cost, 8 times as many
 
 
-def chunks(length: int, scores_a_query: int) -> list[tuple[int, int]]:
-    """First and past-the-last query of chunks whose scores are at most MOST_SCORES numbers."""
-    size = max(1, min(length, MOST_SCORES // max(1, scores_a_query)))
+def chunks(length: int, scores_a_query: int, device: torch.device) -> list[tuple[int, int]]:
+    """First and past-the-last query of chunks whose scores are at most so many numbers."""
+    most = MOST_SCORES * (1 if device.type == "cpu" else 8)
+    size = max(1, min(length, most // max(1, scores_a_query)))
     return [(first, min(first + size, length)) for first in range(0, length, size)]
 
 

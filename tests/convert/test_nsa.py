@@ -44,7 +44,7 @@ def test_where_all_blocks_are_chosen_it_is_the_teacher(family: str, loops: int) 
 
 
 def test_blocks_whose_keys_are_equal_lose_nothing() -> None:
-    """What a mean stands for exactly: one key and any values, weighed by the block's size (means start in fp32)."""
+    """What a mean stands for exactly: one key, any values, the block's size (fp32 at the start)."""
     teacher, student = pair(chosen=1)
     with torch.no_grad():
         for model in (teacher, student):

@@ -123,14 +123,16 @@ def test_logits_on_a_gpu_are_two_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("mixer", ["full", "gdn", "gdn_window"])
+@pytest.mark.parametrize("mixer", ["full", "gdn", "gdn_window", "dsa", "nsa"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "ouro"])
 def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, precision: str) -> None:
     """The growth of saved memory with one more layer and with more tokens."""
 
+    small = {"window_tokens": 16, "top_k_tokens": 24, "block_tokens": 8, "chosen_blocks": 2}
+
     def kept(num_layers: int, length: int) -> int:
         spec = shape(family, num_layers)
-        model = tiny_model(spec, [mixer] * num_layers, window_tokens=16)
+        model = tiny_model(spec, [mixer] * num_layers, **small)
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         found: dict[int, torch.Tensor] = {}
 
@@ -148,7 +150,7 @@ def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, preci
         return sum(x.untyped_storage().nbytes() for x in found.values())
 
     grown = (kept(2, 128) - kept(1, 128)) - (kept(2, 64) - kept(1, 64))
-    config = LT2Config.from_spec(shape(family, 1), [mixer], window_tokens=16)
+    config = LT2Config.from_spec(shape(family, 1), [mixer], **small)
     layer = model_facts(config).layers[0]
     assert saved_bytes(shape(family, 1), layer, precision) == pytest.approx(grown / 64, rel=0.25)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_case import DEVICE
+from decode_case import DEVICE, GPU, needs_triton
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
@@ -17,7 +17,7 @@ from ltconvert.kernels.sparse_attention import seen
 from ltconvert.kernels.sparse_attention.bits import unpack
 
 B, HEADS, WIDTH = 2, 3, 6
-BACKENDS = ["reference"]
+BACKENDS = ["reference", pytest.param("triton", marks=needs_triton)]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 
@@ -28,6 +28,11 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     only = {"index_topk": request.param}
     monkeypatch.setattr(dispatch, "_requests", dispatch.Requests("auto", only))
     monkeypatch.setattr(seen, "MOST_SCORES", 500)
+    if request.param == "triton" and not GPU:
+        from ltconvert.kernels.index_topk import triton
+
+        monkeypatch.setattr(triton, "TILE", (16, 16))
+        monkeypatch.setattr(triton, "LEAST_WIDTH", 16)
     yield request.param
 
 
@@ -104,8 +109,9 @@ def test_one_token_chooses_the_same_among_slots(window: int | None) -> None:
 @pytest.mark.parametrize("chosen", [False, True])
 @pytest.mark.parametrize("kind", ["all", "window", "padded"])
 def test_the_loss_and_its_gradients(
-    backend: str, kind: str, chosen: bool, cap: float | None
+    kind: str, chosen: bool, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(seen, "MOST_SCORES", 500)
     length, keys, heads, groups, width = 9, 12, 4, 2, 5
     given, seen_BTS = reach(kind, length, keys)
     leaves = [x.requires_grad_() for x in indexer(length, keys, torch.float64)]

@@ -5,12 +5,13 @@ Without a GPU the kernels run in Triton's interpreter, in fp32 on small shapes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from decode_case import DEVICE, DTYPES, GPU
+from decode_case import DEVICE, DTYPES, GPU, needs_triton
 from sparse_case import KINDS, Shape, dense, problem
 from torch import Tensor
 
@@ -18,9 +19,17 @@ from ltconvert.kernels import dispatch
 from ltconvert.kernels.parity import check, judge
 from ltconvert.kernels.sparse_attention import reference, seen, sparse_attention
 from ltconvert.kernels.sparse_attention.bits import pack, union, unpack
+from ltconvert.kernels.sparse_attention.tiles import Sizes, lists, met
 
 SHAPES = [Shape(2, 4, 2, 2, 21, 21, 12), Shape(1, 3, 3, 1, 1, 1, 4), Shape(2, 4, 1, 4, 7, 19, 5)]
-BACKENDS = ["reference"]
+if GPU:
+    SHAPES += [
+        Shape(2, 8, 8, 1, 515, 515, 128), Shape(1, 8, 2, 2, 300, 1031, 64),
+        Shape(1, 4, 2, 4, 257, 257, 256), Shape(3, 6, 2, 2, 1, 2049, 80),
+    ]  # fmt: skip
+else:
+    SHAPES += [Shape(1, 2, 1, 2, 40, 70, 16)]
+BACKENDS = ["reference", pytest.param("triton", marks=needs_triton)]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 
@@ -31,6 +40,11 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dispatch, "_requests", dispatch.Requests(request.param))
     if not GPU:
         monkeypatch.setattr(seen, "MOST_SCORES", 700)
+    if request.param == "triton" and not GPU:
+        from ltconvert.kernels.sparse_attention import triton
+
+        monkeypatch.setattr(triton, "TILE", (16, 32))
+        monkeypatch.setattr(triton, "LEAST_WIDTH", 16)
     yield request.param
 
 
@@ -73,6 +87,45 @@ def test_value_and_gradients(
     assert "o" in truth
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_without_causal_order_bits_alone_count(
+    backend: str, groups: int, dtype: torch.dtype
+) -> None:
+    """Keys that stand for blocks: fewer than queries, and none is seen by some of them."""
+    leaves, _, _ = problem("all", Shape(2, 4, groups, 1, 37, 37, 12), dtype)
+    leaves = {name: x if name[0] == "q" else x[:, :, :9] for name, x in leaves.items()}
+    mask = torch.rand(2, groups, 37, 9, generator=torch.Generator().manual_seed(1)) < 0.2
+    others = {"bits_BJTW": pack(mask).to(DEVICE), "causal": False}
+    mask = mask.to(DEVICE)
+    truth = results(leaves, mask, None, torch.float64, scale=0.4)
+    plain = results(leaves, mask, None, dtype, scale=0.4)
+    check(judge(truth, plain, results(leaves, mask, others, dtype, scale=0.4), dtype))
+    assert not mask.any(-1).all()
+    with pytest.raises(ValueError, match="without causal order bits alone"):
+        sparse_attention(**leaves, scale=1.0, causal=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", [(16, 32), (3, 64)])
+def test_lists_hold_every_tile_with_something_to_see(kind: str, tile: tuple[int, int]) -> None:
+    shape = Shape(2, 4, 2, 2, 90, 150, 4)
+    _, others, mask = problem(kind, shape, device="cpu")
+    sizes = Sizes(90, 150, *tile)
+    given = (others.get(name) for name in ("first_BT", "bits_BJTW", "block_BS"))
+    found = met(sizes, *given, True, torch.device("cpu"))
+    (of_queries, of_keys), (count_q, count_k) = lists(found), sizes.tiles
+    for b, j, q in itertools.product(range(2), range(mask.shape[1]), range(count_q)):
+        at = min(b, len(found) - 1), min(j, found.shape[1] - 1)
+        listed = of_queries.order[at][q, : of_queries.count[at][q]].tolist()
+        rows = mask[b, j, tile[0] * q : tile[0] * (q + 1)]
+        needed = {k for k in range(count_k) if rows[:, tile[1] * k : tile[1] * (k + 1)].any()}
+        assert needed <= set(listed) and sorted(listed) == listed
+        if kind in ("all", "window", "documents"):  # bits of later keys may list a tile too many
+            assert needed == set(listed)
+        assert all(q in of_keys.order[at][k, : of_keys.count[at][k]] for k in listed)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp64_in_the_reference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seen, "MOST_SCORES", 300)
@@ -102,8 +155,9 @@ def test_bits_are_a_set_and_back() -> None:
 
 
 def test_chunks_are_whole_and_bounded() -> None:
-    assert seen.chunks(5, 10**9) == [(t, t + 1) for t in range(5)]
-    assert seen.chunks(5, 1) == [(0, 5)]
+    cpu = torch.device("cpu")
+    assert seen.chunks(5, 10**9, cpu) == [(t, t + 1) for t in range(5)]
+    assert seen.chunks(5, 1, cpu) == [(0, 5)]
     assert reference._chunks(torch.empty(2, 4, 9, 8), torch.empty(2, 2, 9, 8)) == [(0, 9)]
 
 

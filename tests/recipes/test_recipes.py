@@ -115,7 +115,7 @@ def test_values_from_the_command_line(text: str, section: str, key: str, value: 
         ("student.full_layers=0,0", "student.full_layers: a list of layers names each once"),
         (
             "student.mixer=gdm",
-            "student.mixer: input should be 'gdn', 'gdn_window', 'window' or 'full'",
+            "student.mixer: input should be 'gdn', 'gdn_window', 'dsa', 'nsa', 'window' or 'full'",
         ),
         ("student.window_tokens=2048", "align.seq_len_tokens 2048 shows nothing outside"),
         ("align.batch_tokens=8", "align: batch_tokens 8 is less than one forward pass"),

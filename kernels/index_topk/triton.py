@@ -1,0 +1,65 @@
+"""``index_topk`` in Triton: scores of a chunk of queries from a kernel, the choice by PyTorch.
+
+B rows, T queries, S keys, I index heads, E their width, W words.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+from ltconvert.kernels.index_topk.kernels import score_kernel
+from ltconvert.kernels.index_topk.reference import choose, empty_bits
+
+TILE = (64, 64)
+LEAST_WIDTH = 64
+
+
+def index_topk(
+    q_BTIE: Tensor,
+    k_BSE: Tensor,
+    weight_BTI: Tensor,
+    count: int,
+    *,
+    first_BT: Tensor | None,
+    keep_BS: Tensor | None,
+) -> Tensor:
+    """See ``ltconvert.kernels.index_topk.index_topk``."""
+    with torch.no_grad():
+        return _index_topk(q_BTIE, k_BSE, weight_BTI, count, first_BT, keep_BS)
+
+
+@torch.library.custom_op("ltconvert::index_topk", mutates_args=())
+def _index_topk(
+    q_BTIE: Tensor,
+    k_BSE: Tensor,
+    weight_BTI: Tensor,
+    count: int,
+    first_BT: Tensor | None,
+    keep_BS: Tensor | None,
+) -> Tensor:
+    batch, length, heads, width = q_BTIE.shape
+    filled = max(LEAST_WIDTH, triton.next_power_of_2(width))
+    dtype = torch.promote_types(q_BTIE.dtype, k_BSE.dtype)
+    q, k = (F.pad(x.to(dtype), (0, filled - width)).contiguous() for x in (q_BTIE, k_BSE))
+    weight_BTI = weight_BTI.contiguous()
+    exact = "ieee" if torch.version.hip else "tf32x3"
+    full = dtype == torch.float32
+
+    def scores(a: int, b: int, keys: int) -> Tensor:
+        score_BnS = q.new_empty(batch, b - a, keys, dtype=torch.float32)
+        tiles = triton.cdiv(b - a, TILE[0]), triton.cdiv(keys, TILE[1])
+        with torch.cuda.device_of(q):
+            score_kernel[(batch * tiles[0] * tiles[1],)](
+                q, k, weight_BTI, score_BnS, length, k.shape[1], a, b, keys, *tiles,
+                HEADS=heads, E=filled, BQ=TILE[0], BN=TILE[1],
+                PRECISION=exact if full else "tf32", num_warps=4, num_stages=1 if full else 2,
+            )  # fmt: skip
+        return score_BnS
+
+    return choose(scores, batch * k.shape[1], q_BTIE, k_BSE, count, first_BT, keep_BS)
+
+
+_index_topk.register_fake(empty_bits)
