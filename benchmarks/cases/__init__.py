@@ -9,4 +9,5 @@ OPS = (
     "decay_attention",
     "short_conv",
     "norm_gate",
+    "sparse_attention",
 )
