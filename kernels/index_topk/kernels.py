@@ -1,6 +1,7 @@
-"""Triton kernel of ``index_topk``: scores of a tile of queries and a tile of keys.
+"""Triton kernels of ``index_topk``: scores of tiles of queries and keys, and the choice of a query.
 
-Products of all heads are added up in registers, so that nothing but the scores is written.
+Products of all heads are added up in registers, so that nothing but the scores is written. The
+choice keeps a query's scores in registers and finds the least one that is chosen bit by bit.
 Q queries of a tile, N keys of a tile, E channels; everything is contiguous.
 """
 
@@ -37,3 +38,53 @@ def score_kernel(
     at_Q = row * (past - first) + t_Q - first
     at_QN = at_Q[:, None] * keys + s_N[None, :]
     tl.store(score_ptr + at_QN, score_QN, mask=(t_Q < past)[:, None] & (s_N < keys)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "S", "W", "first", "past", "keys", "count", "first_row"])
+def choose_kernel(
+    score_ptr, first_ptr, keep_ptr, bits_ptr, T, S, W, first, past, keys, count, first_row,
+    FIRST: tl.constexpr, KEEP: tl.constexpr, WORDS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Bits of the ``count`` keys of highest score of one query; WORDS times 32 hold all keys.
+
+    PLACES: bits of the number of a key.
+    """
+    pid = tl.program_id(0)
+    row, t = (pid // (past - first)).to(tl.int64), first + pid % (past - first)
+    w_W, b_B = tl.arange(0, WORDS), tl.arange(0, 32)
+    s = w_W[:, None] * 32 + b_B[None, :]
+    column = S - T + t
+    seen = (s <= column) & (s < keys)
+    if FIRST:
+        seen = seen & (s >= tl.load(first_ptr + row * first_row + t))
+    if KEEP:
+        kept = tl.load(keep_ptr + row * S + s, mask=s < keys, other=0) != 0
+        seen = seen & (kept | (s == column))
+    at = (row * (past - first) + t - first) * keys
+    score = tl.load(score_ptr + at + s, mask=seen, other=0.0)
+    score = tl.where(score != 0, score, 0.0)  # -0.0 is 0.0
+    order = score.to(tl.int32, bitcast=True)
+    order = order ^ ((order >> 31) & 0x7FFFFFFF)  # integers in the order of the scores
+    lowest = tl.full([], -2147483648, tl.int32)
+    order = tl.where(seen, order, lowest)
+
+    least = tl.where(_number(order >= 0) >= count, 0, lowest)
+    for step in range(0, 31):
+        candidate = least + (1 << (30 - step))
+        least = tl.where(_number(order >= candidate) >= count, candidate, least)
+    # Of those that are equal to the least as many as there is room for, from the last one on.
+    room = count - _number(order > least)
+    place = tl.full([], 0, tl.int32)
+    for step in range(0, PLACES):
+        candidate = place + (1 << (PLACES - 1 - step))
+        enough = _number((order == least) & (s >= candidate)) >= room
+        place = tl.where(enough, candidate, place)
+    chosen = seen & ((order > least) | ((order == least) & (s >= place)))
+    words_W = tl.sum(chosen.to(tl.int32) << b_B[None, :], axis=1)
+    tl.store(bits_ptr + (row * T + t) * W + w_W, words_W, mask=w_W < tl.cdiv(keys, 32))
+
+
+@triton.jit
+def _number(mask):
+    """How many of [W, 32] are true."""
+    return tl.sum(tl.sum(mask.to(tl.int32), axis=1), axis=0)

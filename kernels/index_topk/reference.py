@@ -63,17 +63,21 @@ def choose(
     count: int,
     first_BT: Tensor | None,
     keep_BS: Tensor | None,
+    chosen: Callable[[int, int, int, Tensor], bool] | None = None,
 ) -> Tensor:
     """Bits of the best keys [B, 1, T, W]; ``scores`` of queries a to b against the first keys.
 
     Args:
         size: numbers that the scores of a query take while they are made.
+        chosen: puts the bits of queries a to b into [B, T, W] itself, or says that it cannot.
     """
     batch, length = q_BTIE.shape[:2]
     total, device = k_BSE.shape[1], q_BTIE.device
     bits_BTW = torch.zeros(batch, length, words_for(total), dtype=torch.int32, device=device)
     for a, b in chunks(length, size, device):
         keys = total - length + b
+        if keys > count and chosen is not None and chosen(a, b, keys, bits_BTW):
+            continue
         seen_BnS = stretch(first_BT, keep_BS, a, b, length, total, device)
         if keys > count:
             ranks_BnS = ranks(scores(a, b, keys)).masked_fill(~seen_BnS, NEVER)

@@ -91,6 +91,17 @@ def test_the_best_keys_are_chosen(
     assert torch.equal(unpack(bits[:, 0], keys), wanted)
 
 
+@pytest.mark.parametrize("kind", ["all", "window", "padded"])
+def test_more_keys_than_fit_into_registers(
+    backend: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "triton":
+        from ltconvert.kernels.index_topk import triton
+
+        monkeypatch.setattr(triton, "MOST_KEYS", 16)
+    test_the_best_keys_are_chosen(backend, kind, 17, 40, 4)
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_one_token_chooses_the_same_among_slots(window: int | None) -> None:
     q, k, weight = indexer(1, 30)
