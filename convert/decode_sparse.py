@@ -107,8 +107,8 @@ class BlockSparseAttentionStep(LayerStep):
         at_B1L = (number_B1 * mixer.block + inside_L).clamp(max=cache.slots - 1)[:, None]
         k_BG1LD, v_BG1LD = (x.unsqueeze(2) for x in _gathered(cache, at_B1L))
         whole_B1 = ((column_B + 1) % mixer.block == 0)[:, None]
-        made = mixer.compress(k_BG1LD, v_BG1LD)
-        return cache.update_blocks(*made, number_B1, whole_B1, cache.slots // mixer.block)
+        k_BG1D, v_BG1D = mixer.compress(k_BG1LD, v_BG1LD)
+        return cache.update_blocks(k_BG1D, v_BG1D, number_B1, whole_B1, cache.slots // mixer.block)
 
     def _choose(
         self, q_BHD: Tensor, k_BGMD: Tensor, past_B: Tensor

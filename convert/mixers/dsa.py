@@ -6,7 +6,7 @@ I index heads, W words of 32 bits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicIndexedLayer
@@ -57,7 +57,7 @@ class SparseAttention(Attention):
         self,
         x_BTC: Tensor,
         context: SequenceContext,
-        cache_layer: DynamicIndexedLayer | None = None,
+        cache_layer: Any = None,
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         return self._run(x_BTC, context, cache_layer, None)[0]
@@ -108,7 +108,7 @@ class SparseAttention(Attention):
         """Weights of the index heads, times what keeps scores near 1 at any width and number."""
         return weight * (self.head_dim * self.index_heads) ** -0.5
 
-    def _reach(self, context: SequenceContext, keys: int) -> dict[str, Tensor | None]:
+    def _reach(self, context: SequenceContext, keys: int) -> dict[str, Any]:
         """Which keys take part, as the ops ask for it."""
         keep_BS = None if context.keep_BS is None else context.keep_BS[:, -keys:]
         return {"first_BT": context.first_seen(self.window, keys), "keep_BS": keep_BS}

@@ -7,7 +7,7 @@ M blocks of L tokens, n blocks that are compressed.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -67,11 +67,9 @@ class BlockSparseAttention(Attention):
 
     def aligned_parameters(self) -> list[nn.Parameter]:
         """What is new: the rest is the teacher's and right."""
-        return [self.branch_proj.weight, self.key_weight, self.value_weight]
+        return [*self.branch_proj.parameters(), self.key_weight, self.value_weight]
 
-    def forward(
-        self, x_BTC: Tensor, context: SequenceContext, cache_layer: BlockKeys | None = None
-    ) -> Tensor:
+    def forward(self, x_BTC: Tensor, context: SequenceContext, cache_layer: Any = None) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC))
         q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, self.rope_name)
@@ -107,7 +105,7 @@ class BlockSparseAttention(Attention):
         context: SequenceContext,
     ) -> Tensor:
         spec = self.spec
-        scores = {"scale": spec.attention_scale, "soft_cap": spec.attention_softcap}
+        scores: dict[str, Any] = {"scale": spec.attention_scale, "soft_cap": spec.attention_softcap}
         keep_BS = None if context.keep_BS is None else context.keep_BS[:, -k_BGSD.shape[2] :]
         parts = [
             sparse_attention(
@@ -148,8 +146,8 @@ class BlockSparseAttention(Attention):
             kept_BnL = context.keep_BS[:, -total:].gather(1, at_BN).unflatten(1, (-1, self.block))
             share_BnL = kept_BnL * (self.block / kept_BnL.sum(-1, keepdim=True).clamp(min=1))
             share_BnL1 = share_BnL[..., None].to(k_BGSD.dtype)
-        tokens = (gather_tokens(x, at_BN).unflatten(2, (-1, self.block)) for x in (k_BGSD, v_BGSD))
-        return self.compress(*tokens, share_BnL1)
+        k, v = (gather_tokens(x, at_BN).unflatten(2, (-1, self.block)) for x in (k_BGSD, v_BGSD))
+        return self.compress(k, v, share_BnL1)
 
     def compress(
         self, k_BGnLD: Tensor, v_BGnLD: Tensor, share_BnL1: Tensor | None = None

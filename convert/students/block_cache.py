@@ -58,7 +58,7 @@ class DynamicBlockLayer(BlockKeys, DynamicLayer):  # type: ignore[misc]
         super().reset()
         self.block_keys = self.block_values = None
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         """Rows in another order."""
         super().reorder_cache(beam_idx)
         self._change_blocks(lambda x: x.index_select(0, beam_idx.to(x.device)))

@@ -35,7 +35,7 @@ def index_topk(
     check_index(q_BTIE, k_BSE, weight_BTI)
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    check_seen(*q_BTIE.shape[:2], k_BSE.shape[1], first_BT, keep_BS)
+    check_seen(q_BTIE.shape[0], q_BTIE.shape[1], k_BSE.shape[1], first_BT, keep_BS)
     limit = limits.of_index(q_BTIE)
     return dispatch.implementation("index_topk", q_BTIE.device, limit).index_topk(
         q_BTIE, k_BSE, weight_BTI, count, first_BT=first_BT, keep_BS=keep_BS

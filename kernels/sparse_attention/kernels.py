@@ -53,15 +53,15 @@ def seen(
 
 @triton.jit
 def rows(ptr, n_N, d_D, end, D: tl.constexpr):
-    """Rows n [N, D] of a matrix, zeros past its end."""
-    at = n_N.to(tl.int64)[:, None] * D + d_D[None, :]
+    """Rows n [N, D] of one head, less than 2^31 numbers, zeros past their end."""
+    at = n_N[:, None] * D + d_D[None, :]
     return tl.load(ptr + at, mask=(n_N < end)[:, None], other=0.0)
 
 
 @triton.jit
 def put(ptr, value, n_N, d_D, end, D: tl.constexpr):
     """Store rows n [N, D]."""
-    at = n_N.to(tl.int64)[:, None] * D + d_D[None, :]
+    at = n_N[:, None] * D + d_D[None, :]
     tl.store(ptr + at, value.to(ptr.dtype.element_ty), mask=(n_N < end)[:, None])
 
 

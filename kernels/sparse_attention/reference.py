@@ -52,8 +52,9 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dlog_sum: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, *others = ctx.saved_tensors
-        scale, cap, causal = ctx.scales
+        q, k, v, o, *tensors = ctx.saved_tensors
+        others: list[Any] = [*tensors, *ctx.scales]
+        scale = ctx.scales[0]
         q_BGRTD, k_BGSD, v_BGSD = _wide(q, k, v)
         do_BGRTD = do.to(q_BGRTD.dtype).view_as(q_BGRTD)
         # How far a weight moves the outputs beyond their mean, which it moves as well.
@@ -61,7 +62,7 @@ class _SparseAttention(torch.autograd.Function):
         dq, dk, dv = (torch.zeros_like(x) for x in (q_BGRTD, k_BGSD, v_BGSD))
         with torch.autocast(q.device.type, enabled=False):
             for a, b in _chunks(q, k):
-                weights, part = _weights(q_BGRTD, k_BGSD, a, b, *others, scale, cap, causal)
+                weights, part = _weights(q_BGRTD, k_BGSD, a, b, *others)
                 do_n = do_BGRTD[..., a:b, :]
                 dv[:, :, : part.keys] += (weights.mT @ do_n).sum(2)
                 dweights = do_n @ v_BGSD[:, :, None, : part.keys].mT

@@ -19,7 +19,7 @@ class Lists(NamedTuple):
     """For every tile of one kind how many of the other it meets [..., N], and which, those first
     [..., N, the others], int32."""
 
-    count: Tensor
+    counts: Tensor
     order: Tensor
 
 

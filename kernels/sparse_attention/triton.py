@@ -18,6 +18,7 @@ from ltconvert.kernels.sparse_attention.kernels import forward_kernel
 from ltconvert.kernels.sparse_attention.tiles import Lists, Sizes, lists, met
 
 TILE = (64, 64)  # queries and keys; narrower ones have given wrong results on Hopper
+WIDE = {"num_warps": 8}  # fewer warps have too few registers for two sums of 128 columns
 LEAST_WIDTH = 64  # that heads are filled up to, for the same reason
 
 
@@ -109,7 +110,7 @@ def _sparse_attention_backward(
         key_kernel[(key_tiles * batch * groups,)](
             *inputs, dk, dv, *plan.tensors, *of_keys, scale, *plan.factors, *plan.lengths,
             key_tiles, query_tiles, first_row, list_row // query_tiles * key_tiles,
-            **plan.constants, **plan.launch,
+            **plan.constants, **(plan.launch | WIDE if plan.width >= 128 else plan.launch),
         )  # fmt: skip
     width = q_BHTD.shape[-1]
     return tuple(x[..., :width].contiguous() for x in (dq, dk, dv))  # type: ignore[return-value]

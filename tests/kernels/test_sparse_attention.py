@@ -117,13 +117,13 @@ def test_lists_hold_every_tile_with_something_to_see(kind: str, tile: tuple[int,
     (of_queries, of_keys), (count_q, count_k) = lists(found), sizes.tiles
     for b, j, q in itertools.product(range(2), range(mask.shape[1]), range(count_q)):
         at = min(b, len(found) - 1), min(j, found.shape[1] - 1)
-        listed = of_queries.order[at][q, : of_queries.count[at][q]].tolist()
+        listed = of_queries.order[at][q, : of_queries.counts[at][q]].tolist()
         rows = mask[b, j, tile[0] * q : tile[0] * (q + 1)]
         needed = {k for k in range(count_k) if rows[:, tile[1] * k : tile[1] * (k + 1)].any()}
         assert needed <= set(listed) and sorted(listed) == listed
         if kind in ("all", "window", "documents"):  # bits of later keys may list a tile too many
             assert needed == set(listed)
-        assert all(q in of_keys.order[at][k, : of_keys.count[at][k]] for k in listed)
+        assert all(q in of_keys.order[at][k, : of_keys.counts[at][k]] for k in listed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
