@@ -72,6 +72,12 @@ class LoopCache(Cache):
     def reset(self) -> None:
         """Forget everything, keep the objects."""
         super().reset()
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):  # of which transformers 5.17 keeps the length
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+            if isinstance(layer, DynamicIndexedLayer):
+                layer.indexer_keys, layer.is_indexer_initialized = None, False
         self.num_tokens = 0
 
 
