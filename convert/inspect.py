@@ -24,6 +24,7 @@ class LayerFacts:
         rope: name of its positions, None for none.
         visits: how often a forward pass runs it; each visit has a cache of its own.
         parameters, mixer_parameters: of the layer, and of its mixer alone.
+        aligned_parameters: of its mixer, those that the stage `align` trains.
         cache_bytes_per_token: over all visits, growing with every token.
         cache_tokens: tokens after which the cache stops growing, None where it never does.
         state_bytes: over all visits, whatever the context (recurrent state, convolution history).
@@ -38,6 +39,7 @@ class LayerFacts:
     visits: int
     parameters: int
     mixer_parameters: int
+    aligned_parameters: int
     cache_bytes_per_token: int
     cache_tokens: int | None
     state_bytes: int
@@ -140,6 +142,7 @@ def _layer_facts(
         visits=visits,
         parameters=count(block),
         mixer_parameters=count(block.mixer),
+        aligned_parameters=sum(p.numel() for p in block.mixer.aligned_parameters()),
         cache_bytes_per_token=visits * per_token,
         cache_tokens=limit,
         state_bytes=visits * state,
@@ -162,7 +165,7 @@ def _cache(config: LT2Config, layer: int, itemsize: int) -> tuple[int, int | Non
     if config.mixers[layer] == "dsa":
         window = None  # all keys are kept
         per_token += config.head_dim * itemsize  # the indexer's key
-    if config.mixers[layer] == "nsa" and window is None:
+    if config.mixers[layer] == "nsa":
         state = per_token  # the slot that is nobody's
         per_token += per_token // config.block_tokens
     # The next token sees itself and window - 1 before it.

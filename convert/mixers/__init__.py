@@ -41,8 +41,6 @@ def make_mixer(
 ) -> Projections:
     """A mixer for one physical layer.
 
-    Where the teacher has a window, `nsa` leaves its attention as it is.
-
     Raises:
         ValueError: ``kind`` is not one of MIXERS.
     """
@@ -53,7 +51,7 @@ def make_mixer(
     if kind == "dsa":
         return SparseAttention(spec, layer, top_k=top_k_tokens, index_heads=index_heads)
     window = spec.layer_windows[layer]
-    if kind == "nsa" and window is None:
+    if kind == "nsa":
         return BlockSparseAttention(
             spec, layer, window=window_tokens, block=block_tokens, chosen=chosen_blocks
         )

@@ -102,6 +102,7 @@ class SparseAttention(Attention):
         k_BT1D = self.index_k_norm(self.index_k_proj(x_BTC)).unsqueeze(2)
         q, k = (y.transpose(1, 2) for y in (q_BTID, k_BT1D))
         q, k = rotated(q, k, context.rope, self.rope_name)
+        k = k.to(q.dtype)  # autocast leaves the norm in fp32
         return Index(q.transpose(1, 2), k[:, 0], self.scaled(self.index_weight_proj(x_BTC)))
 
     def scaled(self, weight: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class BlockSparseAttention(Attention):
     @staticmethod
     def log_gates(gates: Tensor) -> Tensor:
         """Logs of the branches' gates, [3, B, H, T], of what ``branch_proj`` gives."""
-        gates = F.logsigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
+        gates = F.logsigmoid(gates.to(_wide(gates.dtype)))
         return (gates + math.log(2.0)).unflatten(-1, (BRANCHES, -1)).permute(2, 0, 3, 1)
 
     def _mix(
@@ -156,7 +156,8 @@ class BlockSparseAttention(Attention):
         results = []
         for x, weight_GLD in ((k_BGnLD, self.key_weight), (v_BGnLD, self.value_weight)):
             x = x if share_BnL1 is None else x * share_BnL1[:, None]
-            results.append((x * weight_GLD.to(x.dtype)[:, None]).sum(-2))
+            mean = (x * weight_GLD.to(x.dtype)[:, None]).sum(-2, dtype=_wide(x.dtype))
+            results.append(mean.to(x.dtype))
         return results[0], results[1]
 
     def _compress_new(
@@ -170,6 +171,10 @@ class BlockSparseAttention(Attention):
         end_Bn = starts_B1 + (number_Bn + 1) * self.block - 1
         made = self._compress(k_BGSD, v_BGSD, end_Bn, context)
         return cache_layer.update_blocks(*made, number_Bn, end_Bn < total, total // self.block)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def gather_tokens(x_BGSD: Tensor, at_BN: Tensor) -> Tensor:

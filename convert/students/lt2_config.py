@@ -66,12 +66,19 @@ class LT2Config(PreTrainedConfig):
     def set_mixers(self, mixers: Sequence[str]) -> None:
         """Name the mixer of every physical layer and derive the slots of the cache from it.
 
+        Where the teacher has a window, `nsa` leaves its attention as it is: `full`.
+
         Raises:
             ValueError: not one mixer a layer.
         """
         if len(mixers) != self.num_layers:
             raise ValueError(f"{len(mixers)} mixers for {self.num_layers} layers; give one a layer")
-        self.mixers = list(mixers)
+        # An own window is as small as what `nsa` would make of it: it stays.
+        windowed = [window is not None for window in self.layer_windows]
+        self.mixers = [
+            "full" if kind == "nsa" and own else kind
+            for kind, own in zip(mixers, windowed, strict=True)
+        ]
         self.layer_types = [self._layer_type(step.layer) for step in self.schedule()]
         self.num_hidden_layers = len(self.layer_types)
 
@@ -122,7 +129,7 @@ class LT2Config(PreTrainedConfig):
         """Tokens that a query of a physical layer attends to, where it chooses them among all."""
         if self.mixers[layer] == "dsa":
             return self.top_k_tokens
-        if self.mixers[layer] == "nsa" and self.window(layer) is None:
+        if self.mixers[layer] == "nsa":
             return self.window_tokens + self.block_tokens * self.chosen_blocks
         return None
 
@@ -133,9 +140,9 @@ class LT2Config(PreTrainedConfig):
             return "hybrid_sliding"
         if self.mixers[layer] == "dsa":
             return INDEXED_TYPE
-        if self.window(layer) is not None:
-            return "sliding_attention"
-        return BLOCKS_TYPE if self.mixers[layer] == "nsa" else "full_attention"
+        if self.mixers[layer] == "nsa":
+            return BLOCKS_TYPE
+        return "full_attention" if self.window(layer) is None else "sliding_attention"
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

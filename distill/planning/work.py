@@ -74,7 +74,7 @@ def _align(settings: AlignSettings, models: Models) -> Work:
         tokens * passes,
         plan.steps * passes,
         tokens * (passes * teacher + 3 * mixers),
-        plan.steps * models.mixer_parameters * OPTIMISER_BYTES,
+        plan.steps * models.aligned_parameters * OPTIMISER_BYTES,
     )
 
 

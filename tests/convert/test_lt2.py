@@ -197,9 +197,12 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(family: str, loops: int)
         torch.testing.assert_close(wide(ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mixers", ["hybrid", "dsa", "nsa"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_reloaded_student_is_the_live_one_in_a_fresh_process(family: str, tmp_path) -> None:
-    model, ids = student(family, "hybrid").float(), tokens(1, 9)
+def test_a_reloaded_student_is_the_live_one_in_a_fresh_process(
+    family: str, mixers: str, tmp_path
+) -> None:
+    model, ids = student(family, mixers).float(), tokens(1, 13)
     save_student(model, None, tmp_path / "student", {"teacher": family})
     with torch.no_grad():
         expected = model(ids).logits

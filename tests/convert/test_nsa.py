@@ -149,6 +149,7 @@ def test_a_layer_with_a_window_of_its_own_stays_as_it_is() -> None:
     for layer, window in enumerate(teacher.model.spec.layer_windows):
         mixer = student.model.layers[layer].mixer
         assert (type(mixer) is Attention) == (window is not None)
+    assert student.config.mixers == ["full", "nsa", "full"]
     kinds = ["sliding_attention", "compressed_sparse_attention", "sliding_attention"]
     assert student.config.layer_types == kinds
 

@@ -77,18 +77,20 @@ def test_disabled_stages_and_a_student_without_conversion_are_left_out() -> None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "ouro"])
-def test_trained_parameters_are_those_of_the_objectives(family: str) -> None:
+@pytest.mark.parametrize("mixer", ["gdn", "dsa", "nsa"])
+def test_trained_parameters_are_those_of_the_objectives(family: str, mixer: str) -> None:
     spec = tiny_spec(family)
-    made = make(spec, sections={"student": {"full_layers": [1]}})
+    long = {stage: {"seq_len_tokens": 4096} for stage in ("align", "select")}
+    made = make(spec, sections={"student": {"full_layers": [1], "mixer": mixer}, **long})
     teacher = tiny_model(spec).requires_grad_(False)
-    student = build_student(teacher, ["gdn", "full", "gdn"], share=True)
+    student = build_student(teacher, [mixer, "full", mixer], share=True)
 
     def trained(objective: Any) -> int:
         return sum(p.numel() for group in objective.parameter_groups() for p in group["params"])
 
     rows = {row.stage: row.trained_parameters for row in made.rows}
     assert rows["align"] == trained(AlignObjective(teacher, student, [0, 2], lr=1e-3))
-    whole = build_student(teacher, ["gdn", "full", "gdn"])
+    whole = build_student(teacher, [mixer, "full", mixer])
     gate = sum(p.numel() for n, p in whole.named_parameters() if "exit_gate" in n)
     assert rows["logits"] == trained(LogitsObjective(teacher, whole, recipe().logits)) + gate
 
