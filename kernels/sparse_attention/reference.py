@@ -43,7 +43,7 @@ class _SparseAttention(torch.autograd.Function):
             for a, b in _chunks(q, k):
                 weights, part = _weights(q_BGRTD, k_BGSD, a, b, *others)
                 log_sum[..., a:b] = part.log_sum
-                o[..., a:b, :] = weights @ v_BGSD[:, :, None, : part.keys]
+                o[..., a:b, :] = weights @ v_BGSD[:, :, None, part.keys]
         o, log_sum = o.flatten(1, 2).to(q.dtype), log_sum.flatten(1, 2)
         ctx.save_for_backward(q, k, v, o, *others[:4])
         ctx.scales = others[4:]
@@ -64,11 +64,11 @@ class _SparseAttention(torch.autograd.Function):
             for a, b in _chunks(q, k):
                 weights, part = _weights(q_BGRTD, k_BGSD, a, b, *others)
                 do_n = do_BGRTD[..., a:b, :]
-                dv[:, :, : part.keys] += (weights.mT @ do_n).sum(2)
-                dweights = do_n @ v_BGSD[:, :, None, : part.keys].mT
+                dv[:, :, part.keys] += (weights.mT @ do_n).sum(2)
+                dweights = do_n @ v_BGSD[:, :, None, part.keys].mT
                 dscores = weights * (dweights - mean_BGRT[..., a:b, None]) * part.slope * scale
-                dq[..., a:b, :] = dscores @ k_BGSD[:, :, None, : part.keys]
-                dk[:, :, : part.keys] += (dscores.mT @ q_BGRTD[..., a:b, :]).sum(2)
+                dq[..., a:b, :] = dscores @ k_BGSD[:, :, None, part.keys]
+                dk[:, :, part.keys] += (dscores.mT @ q_BGRTD[..., a:b, :]).sum(2)
         grads = (dq.view_as(q).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
         return (*grads, *[None] * 7)
 
@@ -79,7 +79,7 @@ class _Chunk(NamedTuple):
 
     log_sum: Tensor
     slope: Tensor | float
-    keys: int
+    keys: slice
 
 
 def _weights(
@@ -97,8 +97,11 @@ def _weights(
 ) -> tuple[Tensor, _Chunk]:
     """Softmax weights [B, G, R, n, keys] of queries a to b."""
     length, total = q_BGRTD.shape[3], k_BGSD.shape[2]
-    keys = total - length + b if causal else total
-    scores = (q_BGRTD[..., a:b, :] @ k_BGSD[:, :, None, :keys].mT) * scale
+    past = total - length + b if causal else total
+    keys = slice(
+        _least(first_BT[:, a:b]) if bits_BJTW is None and first_BT is not None else 0, past
+    )
+    scores = (q_BGRTD[..., a:b, :] @ k_BGSD[:, :, None, keys].mT) * scale
     slope: Tensor | float = 1.0
     if cap is not None:
         scores = torch.tanh(scores / cap)
@@ -107,6 +110,7 @@ def _weights(
     seen_BJnS = seen_keys(
         first_BT, bits_BJTW, block_BS, keep_BS, a, b, length, total, scores.device, causal
     )
+    seen_BJnS = seen_BJnS[..., keys]
     heads = q_BGRTD.shape[1] * q_BGRTD.shape[2]
     if seen_BJnS.shape[1] > 1:
         seen_BJnS = seen_BJnS.repeat_interleave(heads // seen_BJnS.shape[1], dim=1)
@@ -117,6 +121,13 @@ def _weights(
     log_sum = scores.logsumexp(-1)
     some = log_sum.masked_fill(log_sum == float("-inf"), 0.0)  # nothing seen: all weights 0
     return (scores - some[..., None]).exp(), _Chunk(log_sum, slope, keys)
+
+
+def _least(first_Bn: Tensor) -> int:
+    """The first key that any of the queries sees; 0 where looking would cost."""
+    if first_Bn.device.type != "cpu" or torch.compiler.is_compiling():
+        return 0
+    return int(first_Bn.min())
 
 
 def _wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
