@@ -10,7 +10,22 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ltconvert.convert.decode_layers import Now, layer_step, norm_of, normed
+from ltconvert.convert.decode_layers import (
+    AttentionStep,
+    LayerStep,
+    LinearStep,
+    Now,
+    WindowedGatedDeltaNetStep,
+    norm_of,
+    normed,
+)
+from ltconvert.convert.decode_sparse import BlockSparseAttentionStep, SparseAttentionStep
+from ltconvert.convert.mixers.attention import Attention
+from ltconvert.convert.mixers.dsa import SparseAttention
+from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.linear import LinearMixer
+from ltconvert.convert.mixers.nsa import BlockSparseAttention
+from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import StaticKeys, StaticKeysAndState
@@ -71,3 +86,23 @@ class Step:
             outside={window: lengths_B >= window for window in self.windows},
             first=torch.zeros_like(lengths_B),
         )
+
+
+def layer_step(layer: DecoderLayer) -> LayerStep:
+    """The one-token form of a layer.
+
+    Raises:
+        ValueError: its mixer has none.
+    """
+    mixer = layer.mixer
+    if isinstance(mixer, SparseAttention):
+        return SparseAttentionStep(layer)
+    if isinstance(mixer, BlockSparseAttention):
+        return BlockSparseAttentionStep(layer)
+    if isinstance(mixer, Attention):
+        return AttentionStep(layer)
+    if isinstance(mixer, WindowedGatedDeltaNet):
+        return WindowedGatedDeltaNetStep(layer)
+    if isinstance(mixer, LinearMixer):
+        return LinearStep(layer)
+    raise ValueError(f"a {mixer.kind} mixer has no one-token step; use the model's own generate()")

@@ -141,8 +141,12 @@ def student_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str,
     Raises:
         ValueError: more loops than the teacher has, or no core left between prelude and coda.
     """
-    names = ("window_tokens", "short_conv", "conv_size", "sdpa_gate", "loop_residual", "loops")
-    options = {name: settings[name] for name in (*names, "prelude_layers", "coda_layers")}
+    names = (
+        "window_tokens", "short_conv", "conv_size", "top_k_tokens", "index_heads", "block_tokens",
+        "chosen_blocks", "sdpa_gate",
+        "loop_residual", "loops", "prelude_layers", "coda_layers",
+    )  # fmt: skip
+    options = {name: settings[name] for name in names}
     loops = options["loops"] or spec.num_loops
     if loops > spec.num_loops:
         raise ValueError(

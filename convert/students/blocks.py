@@ -75,17 +75,30 @@ class DecoderLayer(nn.Module):
         y_BTC = self.mixer(x_BTC, context, cache_layer)
         if seen is not None:
             seen += [x_BTC, y_BTC]
+        return self.after_mixer(h_BTC, y_BTC)
+
+    def after_mixer(self, h_BTC: Tensor, y_BTC: Tensor) -> Tensor:
+        """The stream with the mixer's output and the MLP branch, [B, T, C]."""
         h_BTC = h_BTC + self.mixer_contribution(y_BTC)
         return h_BTC + self.mlp_branch(h_BTC)
 
 
 LayerCall = Callable[[DecoderLayer, Tensor, SequenceContext], Tensor]
+ChoosingCall = Callable[[DecoderLayer, Tensor, SequenceContext], tuple[Tensor, Tensor | None]]
 
 
 # Functions of the layer, not bound to one: compiled, layers of one make share the result.
 def run_layer(layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext) -> Tensor:
     """One layer without a cache."""
     return layer(h_BTC, context)
+
+
+def run_choosing_layer(
+    layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext
+) -> tuple[Tensor, Tensor | None]:
+    """One layer without a cache: (its output, the loss of what chooses its keys)."""
+    y_BTC, loss = layer.mixer.forward_with_loss(layer.mixer_input(h_BTC), context, "chosen")
+    return layer.after_mixer(h_BTC, y_BTC), loss
 
 
 def show_layer(

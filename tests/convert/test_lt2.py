@@ -22,8 +22,11 @@ MIXERS = {
     "gdn_window": ["gdn_window", "gdn_window", "gdn_window"],
     "delta": ["kda", "deltanet", "kda"],
     "decay": ["retnet", "retnet", "mamba2"],
+    "dsa": ["dsa", "dsa", "dsa"],
+    "nsa": ["nsa", "nsa", "nsa"],
     "hybrid": ["gdn", "full", "window"],
 }
+SMALL = {"window_tokens": 5, "top_k_tokens": 6, "block_tokens": 2, "chosen_blocks": 2}
 CASES = [(family, name) for family in FAMILIES for name in MIXERS]
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # models run in fp64, RoPE tables are fp32
 
@@ -31,7 +34,13 @@ TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # models run in fp64, RoPE tables are 
 def student(family: str, mixers: str, loops: int = 2, **options: object) -> LT2ForCausalLM:
     spec = tiny_spec(family, num_loops=loops)
     return tiny_model(
-        spec, MIXERS[mixers], window_tokens=5, sdpa_gate=True, loop_residual=True, **options
+        spec,
+        MIXERS[mixers],
+        window_tokens=5,
+        top_k_tokens=6,
+        sdpa_gate=True,
+        loop_residual=True,
+        **options,
     ).double()
 
 
@@ -192,12 +201,16 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(family: str, loops: int)
 
 @pytest.mark.parametrize(
     ("family", "mixers"),
-    [*((family, "hybrid") for family in FAMILIES), ("llama", "delta"), ("llama", "decay")],
+    [
+        *((family, "hybrid") for family in FAMILIES),
+        *(("llama", mixers) for mixers in ("delta", "decay")),
+        *((family, mixers) for family in FAMILIES for mixers in ("dsa", "nsa")),
+    ],
 )
 def test_a_reloaded_student_is_the_live_one_in_a_fresh_process(
     family: str, mixers: str, tmp_path
 ) -> None:
-    model, ids = student(family, mixers).float(), tokens(1, 9)
+    model, ids = student(family, mixers).float(), tokens(1, 13)
     save_student(model, None, tmp_path / "student", {"teacher": family})
     with torch.no_grad():
         expected = model(ids).logits
