@@ -53,9 +53,9 @@ class Lineage:
         self._check_choice()
 
     def _check_choice(self) -> None:
-        layers, num_layers = self.recipe.student.full_layers, self.teacher.spec.num_layers
-        settled = isinstance(layers, list) or self.recipe.student.mixer == "full"
-        if settled or self.recipe.select.enabled:
+        student, num_layers = self.recipe.student, self.teacher.spec.num_layers
+        layers, settled = student.full_layers, student.listed(num_layers) is not None
+        if settled or set(student.kinds) == {"full"} or self.recipe.select.enabled:
             return
         if 0 < count_full_layers(layers, num_layers) < num_layers:
             raise UserError(
@@ -66,8 +66,8 @@ class Lineage:
     def initial_student(self) -> LT2ForCausalLM:
         """All layers converted but those that the recipe lists; tensors shared with the teacher."""
         settings, teacher = self.recipe.student, self.teacher
-        listed = settings.full_layers if isinstance(settings.full_layers, list) else []
-        mixers = ["full" if i in listed else settings.mixer for i in range(teacher.spec.num_layers)]
+        num_layers = teacher.spec.num_layers
+        mixers = settings.mixers(settings.listed(num_layers) or [], num_layers)
         options = student_options(teacher.spec, settings.model_dump())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
@@ -97,8 +97,7 @@ class Lineage:
         path = self.shelf.folder("select") / SELECTION_FILE
         if "select" in self.recipe.stages:
             return Selection.load(path).chosen if path.exists() else None
-        layers = self.recipe.student.full_layers
-        return layers if isinstance(layers, list) else None
+        return self.recipe.student.listed(self.teacher.spec.num_layers)
 
     def provenance(self, stage: str) -> dict[str, Any]:
         """What is saved with the student that a stage left."""

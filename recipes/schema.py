@@ -6,6 +6,7 @@ unit in their names. Unknown keys are errors.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
@@ -28,10 +29,13 @@ class StudentSettings(Settings):
     """What the student is: its mixer, how many layers stay full, how it loops."""
 
     kind: Literal["lt2"] = Field("lt2", description="family of the student")
-    mixer: Mixer = Field("gdn", description="mixer of every converted layer")
-    full_layers: int | float | list[int] = Field(
+    mixer: Mixer | list[Mixer] = Field(
+        "gdn", description="mixer of the converted layers; several take turns from layer to layer"
+    )
+    full_layers: int | float | list[int] | str = Field(
         0.25,
-        description="layers kept as full attention: a share (0.25), a count (8) or a list ([0, 4])",
+        description="layers kept as full attention: a share (0.25), a count (8), a list ([0, 4]), "
+        "every fifth (4:1), or a count at both ends (bookend:8)",
     )
     window_tokens: int = Field(
         128,
@@ -61,21 +65,56 @@ class StudentSettings(Settings):
     coda_layers: int = Field(0, ge=0, description="layers run once after the looped core")
 
     @property
+    def kinds(self) -> list[Mixer]:
+        """The mixers of converted layers, each once or, where they take turns, in their order."""
+        return self.mixer if isinstance(self.mixer, list) else [self.mixer]
+
+    @property
     def exact_tokens(self) -> tuple[str, int]:
-        """Up to how many tokens the mixer is the teacher, and the settings that say so; 0: none."""
-        if self.mixer in ("window", "gdn_window"):
+        """Up to how many tokens the student is the teacher, and the settings that say so; 0: none.
+
+        That of the least exact mixer.
+        """
+        return min((self._exact(kind) for kind in self.kinds), key=lambda found: found[1])
+
+    def _exact(self, kind: Mixer) -> tuple[str, int]:
+        if kind in ("window", "gdn_window"):
             return "student.window_tokens", self.window_tokens
-        if self.mixer == "dsa":
+        if kind == "dsa":
             return "student.top_k_tokens", self.top_k_tokens
-        if self.mixer == "nsa":
+        if kind == "nsa":
             tokens = self.window_tokens + self.block_tokens * self.chosen_blocks
             return "student.window_tokens + block_tokens * chosen_blocks", tokens
         return "", 0
 
+    def listed(self, num_layers: int) -> list[int] | None:
+        """The full layers where the recipe says which, None where it gives a share or a count.
+
+        Lists are not held against ``num_layers``.
+        """
+        if isinstance(self.full_layers, list):
+            return self.full_layers
+        return full_by_pattern(self.full_layers, num_layers)
+
+    def mixers(self, full: Collection[int], num_layers: int) -> list[str]:
+        """The mixer of every physical layer."""
+        kinds = self.kinds
+        return ["full" if i in full else kinds[i % len(kinds)] for i in range(num_layers)]
+
+    @field_validator("mixer")
+    @classmethod
+    def _mixer(cls, value: Mixer | list[Mixer]) -> Mixer | list[Mixer]:
+        if value == []:
+            raise ValueError("name at least one mixer")
+        return value
+
     @field_validator("full_layers")
     @classmethod
-    def _full_layers(cls, value: int | float | list[int]) -> int | float | list[int]:
+    def _full_layers(cls, value: int | float | list[int] | str) -> int | float | list[int] | str:
         """A share lies in [0, 1], a count is not negative, a list names each layer once."""
+        if isinstance(value, str):
+            full_by_pattern(value, 1)
+            return value
         if isinstance(value, list):
             if len(set(value)) != len(value) or any(layer < 0 for layer in value):
                 raise ValueError("a list of layers names each once, counted from 0")
@@ -83,6 +122,29 @@ class StudentSettings(Settings):
         if value < 0 or (isinstance(value, float) and value > 1):
             raise ValueError("expected a share in [0, 1], a count, or a list of layers")
         return value
+
+
+def full_by_pattern(pattern: int | float | str, num_layers: int) -> list[int] | None:
+    """Full layers of ``a:b``, b after every a others, or ``bookend:n``, n at both ends together.
+
+    The first end gets one more where n is odd. None of what is no pattern.
+
+    Raises:
+        ValueError: words of another form.
+    """
+    if not isinstance(pattern, str):
+        return None
+    name, _, size = pattern.partition(":")
+    if not size.isdecimal() or not (name == "bookend" or name.isdecimal()):
+        raise ValueError(f"expected a:b (4:1) or bookend:n (bookend:8), got {pattern!r}")
+    if name == "bookend":
+        ends = min(int(size), num_layers)
+        front = -(-ends // 2)
+        return [*range(front), *range(num_layers - ends + front, num_layers)]
+    others = int(name)
+    if others + int(size) == 0:
+        raise ValueError("0:0 names no layer")
+    return [i for i in range(num_layers) if i % (others + int(size)) >= others]
 
 
 class DataSettings(Settings):
@@ -287,7 +349,7 @@ class Recipe(Settings):
     def stages(self) -> list[str]:
         """Stages that run, in order; a student with nothing converted is not aligned."""
         wanted = [stage for stage in STAGES if getattr(self, stage).enabled]
-        converts = self.student.mixer != "full"
+        converts = set(self.student.kinds) != {"full"}
         return [stage for stage in wanted if converts or stage not in ("align", "select")]
 
     @model_validator(mode="after")
@@ -298,7 +360,7 @@ class Recipe(Settings):
             settings = getattr(self, stage)
             idle = stage == "select" and settings.method in ("uniform", "list")
             # An indexer learns from all the attention there is, chosen or not.
-            idle |= stage == "align" and self.student.mixer == "dsa"
+            idle |= stage == "align" and self.student.kinds == ["dsa"]
             if settings.seq_len_tokens <= exact and not idle:
                 raise ValueError(
                     f"{stage}.seq_len_tokens {settings.seq_len_tokens} shows nothing outside"

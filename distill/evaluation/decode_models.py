@@ -32,7 +32,8 @@ def student_config(
     if unknown := sorted(set(mixers) - set(MIXERS)):
         raise UserError(f"unknown mixer {unknown[0]!r}; known: {', '.join(MIXERS)}")
     if len(mixers) <= 1:
-        mixers = _pattern(spec.num_layers, settings, [*mixers, settings.mixer][0])
+        of_recipe = settings.mixers(_full_layers(spec.num_layers, settings), spec.num_layers)
+        mixers = [x if x == "full" else [*mixers, x][0] for x in of_recipe]
     if len(mixers) != spec.num_layers:
         raise UserError(
             f"{len(mixers)} mixers for {spec.num_layers} layers; give one for all, or one a layer"
@@ -44,13 +45,10 @@ def student_config(
         raise UserError(str(error)) from None
 
 
-def _pattern(num_layers: int, settings: StudentSettings, mixer: str) -> list[str]:
-    keep = settings.full_layers
-    if isinstance(keep, list):
-        full = listed_layers(keep, num_layers)
-    else:
-        full = uniform_layers(count_full_layers(keep, num_layers), num_layers)
-    return ["full" if layer in full else mixer for layer in range(num_layers)]
+def _full_layers(num_layers: int, settings: StudentSettings) -> list[int]:
+    if (listed := settings.listed(num_layers)) is not None:
+        return listed_layers(listed, num_layers)
+    return uniform_layers(count_full_layers(settings.full_layers, num_layers), num_layers)
 
 
 def random_model(

@@ -54,13 +54,14 @@ def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
         ValueError: neither do loops, prelude or coda.
     """
     student = recipe.student
-    keep = count_full_layers(student.full_layers, spec.num_layers)
-    listed = student.full_layers if isinstance(student.full_layers, list) else []
-    kept = listed_layers(listed, spec.num_layers) or uniform_layers(keep, spec.num_layers)
+    named = student.listed(spec.num_layers)
+    keep = count_full_layers(student.full_layers if named is None else named, spec.num_layers)
+    listed = listed_layers(named or [], spec.num_layers)
+    kept = listed or uniform_layers(keep, spec.num_layers)
     options = student_options(spec, student.model_dump())
 
     def facts(full: list[int]) -> ModelFacts:
-        mixers = ["full" if i in full else student.mixer for i in range(spec.num_layers)]
+        mixers = student.mixers(full, spec.num_layers)
         return model_facts(LT2Config.from_spec(spec, mixers, **options))
 
     return Models(

@@ -194,3 +194,36 @@ def test_compile_is_a_word_on_the_command_line_and_in_a_file(word: str) -> None:
     recipe = recipes.resolve("hybrid25", overrides=[f"runtime.compile={word}"])
     assert recipe.runtime.compile == word
     assert yaml.safe_load(recipes.dump(recipe))["runtime"] == {"compile": word}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_layers", "full"),
+    [
+        ("4:1", 11, [4, 9]),
+        ("1:1", 5, [1, 3]),
+        ("2:2", 7, [2, 3, 6]),
+        ("0:1", 3, [0, 1, 2]),
+        ("3:0", 3, []),
+        ("bookend:3", 10, [0, 1, 9]),
+        ("bookend:4", 10, [0, 1, 8, 9]),
+        ("bookend:9", 4, [0, 1, 2, 3]),
+        ("bookend:0", 4, []),
+    ],
+)
+def test_patterns_of_full_layers(pattern: str, num_layers: int, full: list[int]) -> None:
+    student = recipes.resolve("hybrid25", overrides=[f"student.full_layers={pattern}"]).student
+    assert student.listed(num_layers) == full
+    mixers = student.mixers(full, num_layers)
+    assert [i for i in range(num_layers) if mixers[i] == "full"] == full
+
+
+def test_mixers_take_turns_where_no_layer_is_full() -> None:
+    student = recipes.resolve("gdn-dsa", overrides=["student.mixer=gdn,window"]).student
+    assert student.mixers([2], 5) == ["gdn", "window", "full", "window", "gdn"]
+    assert student.listed(5) is None
+
+
+@pytest.mark.parametrize("pattern", ["a:1", "bookend:x", "4:1:1", "0:0", "middle:2"])
+def test_other_patterns_are_refused(pattern: str) -> None:
+    with pytest.raises(UserError, match=r"student.full_layers: (expected a:b|0:0 names)"):
+        recipes.resolve("hybrid25", overrides=[f"student.full_layers={pattern}"])
