@@ -13,6 +13,7 @@ from ltconvert.benchmarks.looped_model import read_tokenizer
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.distill.data import PackedStream
 from ltconvert.distill.evaluation.scores import heldout_rows, heldout_scores
+from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import DataSettings, EvalSettings, TrainSettings
 
@@ -78,9 +79,11 @@ class TextBench:
             final_lr_share=0.05,
             weight_decay=0.1,
         )
+        log = RunLog(folder)
         train_model(
-            self.bench, model, stream, settings, folder, stage="text", seed=seed, limit_s=limit_s
-        )
+            self.bench, model, stream, settings, folder, log=log, stage="text", seed=seed,
+            limit_s=limit_s,
+        )  # fmt: skip
         return model
 
     def loss(self, model: LT2ForCausalLM) -> float:

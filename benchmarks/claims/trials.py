@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def train_model(
     settings: TrainSettings,
     folder: Path,
     *,
+    log: RunLog,
     stage: str,
     seed: int,
     limit_s: float | None,
@@ -75,19 +77,20 @@ def train_model(
         OutOfTime: ``limit_s`` is over; the step is finished and saved.
     """
     objective = LoopedObjective(model, settings.lr, every_loop=False)
-    train(
-        objective,
-        stream,
-        settings,
-        stage=stage,
-        stage_dir=folder,
-        log=RunLog(folder),
-        precision=bench.precision,
-        device=bench.device,
-        seed=seed,
-        compile=bench.options.compile,
-        limit_s=limit_s,
-    )
+    with closing(log):
+        train(
+            objective,
+            stream,
+            settings,
+            stage=stage,
+            stage_dir=folder,
+            log=log,
+            precision=bench.precision,
+            device=bench.device,
+            seed=seed,
+            compile=bench.options.compile,
+            limit_s=limit_s,
+        )
     model.eval()
 
 
