@@ -54,8 +54,9 @@ class Lineage:
 
     def _check_choice(self) -> None:
         student, num_layers = self.recipe.student, self.teacher.spec.num_layers
-        layers, settled = student.full_layers, student.listed(num_layers) is not None
-        if settled or set(student.kinds) == {"full"} or self.recipe.select.enabled:
+        layers = student.full(num_layers)
+        settled = isinstance(layers, list) or set(student.kinds) == {"full"}
+        if settled or self.recipe.select.enabled:
             return
         if 0 < count_full_layers(layers, num_layers) < num_layers:
             raise UserError(
@@ -67,7 +68,8 @@ class Lineage:
         """All layers converted but those that the recipe lists; tensors shared with the teacher."""
         settings, teacher = self.recipe.student, self.teacher
         num_layers = teacher.spec.num_layers
-        mixers = settings.mixers(settings.listed(num_layers) or [], num_layers)
+        full = settings.full(num_layers)
+        mixers = settings.mixers(full if isinstance(full, list) else [], num_layers)
         options = student_options(teacher.spec, settings.model_dump())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
@@ -97,7 +99,8 @@ class Lineage:
         path = self.shelf.folder("select") / SELECTION_FILE
         if "select" in self.recipe.stages:
             return Selection.load(path).chosen if path.exists() else None
-        return self.recipe.student.listed(self.teacher.spec.num_layers)
+        layers = self.recipe.student.full(self.teacher.spec.num_layers)
+        return layers if isinstance(layers, list) else None
 
     def provenance(self, stage: str) -> dict[str, Any]:
         """What is saved with the student that a stage left."""

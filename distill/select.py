@@ -84,8 +84,7 @@ def identity(settings: SelectSettings, inputs: StageInputs) -> dict[str, Any]:
 def choose(settings: SelectSettings, inputs: StageInputs, stage_dir: Path) -> Selection:
     """Rank the layers by the recipe's method, or take the choice that needs no scores."""
     num_layers = inputs.teacher.spec.num_layers
-    listed = inputs.recipe.student.listed(num_layers)
-    layers = inputs.recipe.student.full_layers if listed is None else listed
+    layers = inputs.recipe.student.full(num_layers)
     keep = count_full_layers(layers, num_layers)
     method, scores = settings.method, without_scores(settings, layers, keep, num_layers)
     if scores is None:

@@ -87,14 +87,11 @@ class StudentSettings(Settings):
             return "student.window_tokens + block_tokens * chosen_blocks", tokens
         return "", 0
 
-    def listed(self, num_layers: int) -> list[int] | None:
-        """The full layers where the recipe says which, None where it gives a share or a count.
-
-        Lists are not held against ``num_layers``.
-        """
-        if isinstance(self.full_layers, list):
-            return self.full_layers
-        return full_by_pattern(self.full_layers, num_layers)
+    def full(self, num_layers: int) -> int | float | list[int]:
+        """``full_layers`` with patterns written out as lists; not held against ``num_layers``."""
+        if isinstance(self.full_layers, str):
+            return full_by_pattern(self.full_layers, num_layers)
+        return self.full_layers
 
     def mixers(self, full: Collection[int], num_layers: int) -> list[str]:
         """The mixer of every physical layer."""
@@ -124,16 +121,14 @@ class StudentSettings(Settings):
         return value
 
 
-def full_by_pattern(pattern: int | float | str, num_layers: int) -> list[int] | None:
+def full_by_pattern(pattern: str, num_layers: int) -> list[int]:
     """Full layers of ``a:b``, b after every a others, or ``bookend:n``, n at both ends together.
 
-    The first end gets one more where n is odd. None of what is no pattern.
+    The first end gets one more where n is odd.
 
     Raises:
         ValueError: words of another form.
     """
-    if not isinstance(pattern, str):
-        return None
     name, _, size = pattern.partition(":")
     if not size.isdecimal() or not (name == "bookend" or name.isdecimal()):
         raise ValueError(f"expected a:b (4:1) or bookend:n (bookend:8), got {pattern!r}")

@@ -46,9 +46,10 @@ def student_config(
 
 
 def _full_layers(num_layers: int, settings: StudentSettings) -> list[int]:
-    if (listed := settings.listed(num_layers)) is not None:
-        return listed_layers(listed, num_layers)
-    return uniform_layers(count_full_layers(settings.full_layers, num_layers), num_layers)
+    full = settings.full(num_layers)
+    if isinstance(full, list):
+        return listed_layers(full, num_layers)
+    return uniform_layers(count_full_layers(full, num_layers), num_layers)
 
 
 def random_model(

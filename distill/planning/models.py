@@ -54,9 +54,9 @@ def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
         ValueError: neither do loops, prelude or coda.
     """
     student = recipe.student
-    named = student.listed(spec.num_layers)
-    keep = count_full_layers(student.full_layers if named is None else named, spec.num_layers)
-    listed = listed_layers(named or [], spec.num_layers)
+    full = student.full(spec.num_layers)
+    keep = count_full_layers(full, spec.num_layers)
+    listed = listed_layers(full if isinstance(full, list) else [], spec.num_layers)
     kept = listed or uniform_layers(keep, spec.num_layers)
     options = student_options(spec, student.model_dump())
 

@@ -212,7 +212,7 @@ def test_compile_is_a_word_on_the_command_line_and_in_a_file(word: str) -> None:
 )
 def test_patterns_of_full_layers(pattern: str, num_layers: int, full: list[int]) -> None:
     student = recipes.resolve("hybrid25", overrides=[f"student.full_layers={pattern}"]).student
-    assert student.listed(num_layers) == full
+    assert student.full(num_layers) == full
     mixers = student.mixers(full, num_layers)
     assert [i for i in range(num_layers) if mixers[i] == "full"] == full
 
@@ -220,7 +220,7 @@ def test_patterns_of_full_layers(pattern: str, num_layers: int, full: list[int])
 def test_mixers_take_turns_where_no_layer_is_full() -> None:
     student = recipes.resolve("gdn-dsa", overrides=["student.mixer=gdn,window"]).student
     assert student.mixers([2], 5) == ["gdn", "window", "full", "window", "gdn"]
-    assert student.listed(5) is None
+    assert student.full(5) == 0
 
 
 @pytest.mark.parametrize("pattern", ["a:1", "bookend:x", "4:1:1", "0:0", "middle:2"])
