@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ltconvert.convert.mixers.linear import Linear
+from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 
@@ -22,6 +24,7 @@ class LayerFacts:
         rope: name of its positions, None for none.
         visits: how often a forward pass runs it; each visit has a cache of its own.
         parameters, mixer_parameters: of the layer, and of its mixer alone.
+        own_parameters, mixer_own_parameters: of these, what is one loop's own, all loops together.
         cache_bytes_per_token: over all visits, growing with every token.
         cache_tokens: tokens after which the cache stops growing, None where it never does.
         state_bytes: over all visits, whatever the context (recurrent state, convolution history).
@@ -34,9 +37,20 @@ class LayerFacts:
     visits: int
     parameters: int
     mixer_parameters: int
+    own_parameters: int
+    mixer_own_parameters: int
     cache_bytes_per_token: int
     cache_tokens: int | None
     state_bytes: int
+
+    @property
+    def visited(self) -> tuple[int, int]:
+        """Parameters that one visit uses, of the layer and of its mixer."""
+        others = self.visits - 1
+        return (
+            self.parameters - self.own_parameters * others // self.visits,
+            self.mixer_parameters - self.mixer_own_parameters * others // self.visits,
+        )
 
     def cache_bytes(self, context_tokens: int) -> int:
         """Cache of one sequence of so many tokens."""
@@ -62,6 +76,11 @@ class ModelFacts:
     head_parameters: int
 
     @property
+    def own_parameters(self) -> int:
+        """What is one loop's own, all loops together."""
+        return sum(layer.own_parameters for layer in self.layers)
+
+    @property
     def cache_bytes_per_token(self) -> int:
         """What every further token of a long sequence adds."""
         return sum(x.cache_bytes_per_token for x in self.layers if x.cache_tokens is None)
@@ -81,6 +100,7 @@ class ModelFacts:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, sums included."""
         return asdict(self) | {
+            "own_parameters": self.own_parameters,
             "cache_bytes_per_token": self.cache_bytes_per_token,
             "constant_bytes": self.constant_bytes,
         }
@@ -120,6 +140,17 @@ def count(module: nn.Module) -> int:
     )
 
 
+def count_own(module: nn.Module) -> int:
+    """Values that one loop has for itself, all loops together."""
+    total = 0
+    for part in module.modules():
+        if isinstance(part, Linear) and part.loops > 1:
+            total += sum(p.numel() for name, p in part.named_parameters() if name != "weight")
+        elif isinstance(part, RMSNorm) and part.weight.dim() > 1:
+            total += part.weight.numel()
+    return total
+
+
 def _layer_facts(
     config: LT2Config, block: DecoderLayer, layer: int, visits: int, itemsize: int
 ) -> LayerFacts:
@@ -134,6 +165,8 @@ def _layer_facts(
         visits=visits,
         parameters=count(block),
         mixer_parameters=count(block.mixer),
+        own_parameters=count_own(block),
+        mixer_own_parameters=count_own(block.mixer),
         cache_bytes_per_token=visits * per_token,
         cache_tokens=limit,
         state_bytes=visits * state,

@@ -95,11 +95,11 @@ class AlignObjective:
                 continue
             with torch.no_grad():
                 state = model.enter(step, state)
-                layer = model.layers[step.layer]
-                h_BTC, x_BTC, y_BTC = self._show(layer, state.h_BTC, context)
+                layer, here = model.layers[step.layer], model.context_of(step, context)
+                h_BTC, x_BTC, y_BTC = self._show(layer, state.h_BTC, here)
                 state = model.leave(step, state.with_stream(h_BTC))
             own = pupil.layers[step.layer]
-            loss = self._error(own, x_BTC, y_BTC, context, batch.mask_BT) / self.num_visits
+            loss = self._error(own, x_BTC, y_BTC, here, batch.mask_BT) / self.num_visits
             backward(loss)
             total = total + loss.detach()
         return {"loss": total}
@@ -114,8 +114,8 @@ def mixer_error(
 ) -> Tensor:
     """Error of one visit: ``x_BTC`` went into the teacher's mixer, ``y_BTC`` came out."""
     with torch.no_grad():
-        target_BTC = block.mixer_contribution(y_BTC)
-    guess_BTC = block.mixer_contribution(block.mixer(x_BTC, context))
+        target_BTC = block.mixer_contribution(y_BTC, context.loop)
+    guess_BTC = block.mixer_contribution(block.mixer(x_BTC, context), context.loop)
     return contribution_loss(guess_BTC, target_BTC, keep_BT)
 
 

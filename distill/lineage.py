@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
-from ltconvert.convert.transfer import build_student, restore_full, student_options
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.convert.teachers.weights import digest
+from ltconvert.convert.transfer import (
+    build_student,
+    origin_model,
+    origin_spec,
+    restore_full,
+    student_options,
+)
 from ltconvert.distill.processes import wait_for_everyone
 from ltconvert.distill.records import StageRecord, read_record, versions
 from ltconvert.distill.run_identity import chain, check_owner, check_same_run, fingerprint
@@ -21,11 +29,16 @@ from ltconvert.errors import UserError
 from ltconvert.recipes.schema import Recipe
 
 START = "start"
+LOOP = "loop"
 
 
 @dataclass
 class Lineage:
     """The students of a recipe on a teacher, from the first one to the last.
+
+    What is converted is the *origin*: the teacher, or the looped model that a recipe first makes of
+    a dense one. Its layers are the student's, so `align` and `select` compare with it, visit by
+    visit; the stages that learn logits have the teacher itself.
 
     Attributes:
         records: of the start and of each stage of the recipe, in order; filled by ``check``.
@@ -36,6 +49,7 @@ class Lineage:
     shelf: Shelf
     precision: str
     records: dict[str, StageRecord] = field(default_factory=dict)
+    _origin: Teacher | None = None
 
     def check(self) -> None:
         """Read all records; refuse before any work when one belongs to another run.
@@ -43,6 +57,7 @@ class Lineage:
         Raises:
             UserError: names what differs.
         """
+        self._origin_spec()
         check_owner(self.shelf.run_dir, self.recipe, self.teacher, self.precision)
         parts = chain(self.recipe, self.teacher, self.precision, self.recipe.stages)
         for stage, depends_on in parts.items():
@@ -53,7 +68,7 @@ class Lineage:
         self._check_choice()
 
     def _check_choice(self) -> None:
-        layers, num_layers = self.recipe.student.full_layers, self.teacher.spec.num_layers
+        layers, num_layers = self.recipe.student.full_layers, self._origin_spec().num_layers
         settled = isinstance(layers, list) or self.recipe.student.mixer == "full"
         if settled or self.recipe.select.enabled:
             return
@@ -63,21 +78,61 @@ class Lineage:
                 "disabled: list the layers (student.full_layers=[0,4]) or set select.enabled=true"
             )
 
+    def _origin_spec(self) -> TeacherSpec:
+        return origin_spec(self.teacher.spec, self.recipe.student.model_dump())
+
+    @property
+    def ties(self) -> bool:
+        """Whether a dense teacher is looped first."""
+        return self.recipe.student.loop_start is not None
+
     def initial_student(self) -> LT2ForCausalLM:
-        """All layers converted but those that the recipe lists; tensors shared with the teacher."""
-        settings, teacher = self.recipe.student, self.teacher
+        """The looped form of a dense teacher where one is made, else the converted student."""
+        return self._tied() if self.ties else self._converted()
+
+    def _tied(self) -> LT2ForCausalLM:
+        return origin_model(self.teacher.model, self.recipe.student.model_dump()).eval()
+
+    def _converted(self) -> LT2ForCausalLM:
+        """All layers converted but those that the recipe lists; tensors shared with the origin."""
+        settings, origin = self.recipe.student, self.origin()
         listed = settings.full_layers if isinstance(settings.full_layers, list) else []
-        mixers = ["full" if i in listed else settings.mixer for i in range(teacher.spec.num_layers)]
-        options = student_options(teacher.spec, settings.model_dump())
+        mixers = ["full" if i in listed else settings.mixer for i in range(origin.spec.num_layers)]
+        options = student_options(origin.spec, settings.model_dump())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
-            student = build_student(teacher.model, mixers, options, share=True)
+            student = build_student(origin.model, mixers, options, share=True)
         return student.eval().requires_grad_(False)
+
+    def origin(self) -> Teacher:
+        """The model whose layers are converted, as a teacher."""
+        if not self.ties:
+            return self.teacher
+        if self._origin is None:
+            model = self.student_after(LOOP) if LOOP in self.recipe.stages else self._tied()
+            spec, names = model.config.spec(), digest(model.state_dict())
+            self._origin = replace(self.teacher, spec=spec, model=model, digest=names)
+        return self._origin
+
+    def teacher_of(self, stage: str) -> Teacher:
+        """The model that a stage learns from or compares with.
+
+        The origin is let go before the stages that train all of a student made of its tensors.
+        """
+        if stage in ("align", "select"):
+            return self.origin()
+        self._origin = None
+        return self.teacher
 
     def student_before(self, stage: str) -> LT2ForCausalLM:
         """The student that a stage starts from, from what is on disk."""
         earlier = [START, *self.recipe.stages[: self.recipe.stages.index(stage)]]
-        return self.student_after(earlier[-1])
+        return self._converted() if self.converts(stage) else self.student_after(earlier[-1])
+
+    def converts(self, stage: str) -> bool:
+        """Whether it is before this stage that the layers of a looped origin are converted."""
+        stages = [name for name in self.recipe.stages if name != LOOP]
+        return self.ties and stages[:1] == [stage]
 
     def student_after(self, stage: str) -> LT2ForCausalLM:
         """What a finished stage left."""
@@ -88,8 +143,8 @@ class Lineage:
         return self.shelf.load(stage, fingerprint(self.records[stage].depends_on))
 
     def hybrid(self, student: LT2ForCausalLM) -> LT2ForCausalLM:
-        """The teacher's attention back in the chosen layers."""
-        restore_full(student, self.teacher.model, self.selection() or [])
+        """The origin's attention back in the chosen layers."""
+        restore_full(student, self.origin().model, self.selection() or [])
         return student.eval().requires_grad_(False)
 
     def selection(self) -> list[int] | None:

@@ -50,7 +50,7 @@ class GatedDeltaNet(Projections):
     MIN_HALF_LIFE, MAX_HALF_LIFE = 8.0, 2048.0
 
     def __init__(self, spec: TeacherSpec, layer: int, *, conv_size: int | None) -> None:
-        super().__init__(spec, spec.num_attention_heads)
+        super().__init__(spec, layer, spec.num_attention_heads)
         width = self.num_heads * self.head_dim
         self.a_proj = nn.Linear(spec.hidden_size, self.num_heads, bias=False)
         self.b_proj = nn.Linear(spec.hidden_size, self.num_heads, bias=False)
@@ -79,7 +79,9 @@ class GatedDeltaNet(Projections):
         group = self.spec.num_attention_heads // self.spec.num_key_value_heads
         expanded = ("k_proj.", "v_proj.") + (("k_norm.",) if self.spec.qk_norm == "full" else ())
         return {
-            name: _expand_heads(value, group, self.head_dim) if name.startswith(expanded) else value
+            name: _expand_heads(value, group, self.head_dim, name)
+            if name.startswith(expanded) and not name.endswith("lora_a")  # on the input's side
+            else value
             for name, value in teacher.items()
         }
 
@@ -90,8 +92,8 @@ class GatedDeltaNet(Projections):
         cache_layer: LinearAttentionCacheLayerMixin | None = None,
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
-        q, k, v = self.project(x_BTC)
-        return self.o_proj(self.mix(x_BTC, q, k, v, context, cache_layer))
+        q, k, v = self.project(x_BTC, context.loop)
+        return self.o_proj(self.mix(x_BTC, q, k, v, context, cache_layer), context.loop)
 
     def mix(
         self,
@@ -200,10 +202,14 @@ class GatedDeltaNet(Projections):
         return o_BTHD
 
 
-def _expand_heads(value: Tensor, group: int, head_dim: int) -> Tensor:
-    """Repeat whole kv heads: [G * D, ...] -> [G * group * D, ...], never row by row."""
-    heads = value.unflatten(0, (-1, head_dim))
-    return heads.repeat_interleave(group, dim=0).flatten(0, 1)
+def _expand_heads(value: Tensor, group: int, head_dim: int, name: str) -> Tensor:
+    """Repeat whole kv heads, never row by row: an axis of G * D becomes one of G * group * D.
+
+    It is the last axis of vectors and the last but one of matrices; loops may stand before it.
+    """
+    axis = -1 if name.endswith("bias") or "norm" in name else -2
+    heads = value.movedim(axis, 0).unflatten(0, (-1, head_dim))
+    return heads.repeat_interleave(group, dim=0).flatten(0, 1).movedim(0, axis)
 
 
 def _decodes(

@@ -20,7 +20,6 @@ class LT2Config(PreTrainedConfig):
 
     Attributes:
         mixers: the mixer of each physical layer, see ``ltconvert.convert.mixers.MIXERS``.
-        prelude_layers, coda_layers: layers that run once before and after the looped core.
         window_tokens: window of ``window`` and ``gdn_window`` mixers.
         conv_size: taps of the short convolution of linear mixers; None for none.
         sdpa_gate: output gate on full layers.
@@ -31,6 +30,7 @@ class LT2Config(PreTrainedConfig):
     mixers: list[str] = field(default_factory=list)
     prelude_layers: int = 0
     coda_layers: int = 0
+    tied_rank: int | None = None
     window_tokens: int = 128
     conv_size: int | None = 4
     sdpa_gate: bool = False
@@ -73,15 +73,14 @@ class LT2Config(PreTrainedConfig):
         **options: Any,
     ) -> LT2Config:
         """The config of a teacher (``mixers`` left out) or of a student of that architecture."""
-        architecture = asdict(spec)
+        given = asdict(spec) | options
         if loops is not None:
-            architecture["num_loops"] = loops
+            given["num_loops"] = loops
         return cls(
-            **architecture,
+            **given,
             mixers=list(mixers or ()),
             conv_size=conv_size if short_conv else None,
             architectures=["LT2ForCausalLM"],
-            **options,
         )
 
     def spec(self) -> TeacherSpec:

@@ -52,7 +52,8 @@ def _model(model: ModelFacts) -> str:
     cache = f"{model.cache_bytes_per_token / 1024:,.1f} KiB of cache a token"
     if model.constant_bytes:
         cache += f" and {gib(model.constant_bytes)} whatever the context"
-    return f"{short_number(model.parameters)} parameters{loops}, {cache}"
+    own = f" ({short_number(model.own_parameters)} single loops' own)" if model.own_parameters else ""
+    return f"{short_number(model.parameters)} parameters{own}{loops}, {cache}"
 
 
 def _table(plan: Plan) -> Table:
