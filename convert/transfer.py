@@ -203,4 +203,3 @@ def origin_model(teacher: LT2ForCausalLM, settings: Mapping[str, Any]) -> LT2For
     if settings["loop_start"] is None:
         return teacher
     return tie_layers(teacher, start=settings["loop_start"], **_tying(settings))
-

@@ -50,9 +50,7 @@ STARTS: dict[str, Callable[[int, int, int], list[int]]] = {
 }
 
 
-def tied_spec(
-    spec: TeacherSpec, *, loops: int, prelude: int, coda: int, rank: int
-) -> TeacherSpec:
+def tied_spec(spec: TeacherSpec, *, loops: int, prelude: int, coda: int, rank: int) -> TeacherSpec:
     """The architecture of the looped model that a dense one becomes.
 
     Args:
@@ -132,37 +130,57 @@ def tie_layers(
         UserError: see ``tied_spec``.
         ValueError: a teacher tensor has no place in it.
     """
-    spec = tied_spec(
-        teacher.config.spec(), loops=loops, prelude=prelude, coda=coda, rank=rank
-    )
+    spec = tied_spec(teacher.config.spec(), loops=loops, prelude=prelude, coda=coda, rank=rank)
     with torch.device("meta"):
         model = LT2ForCausalLM(LT2Config.from_spec(spec))
     shapes = {name: value.shape for name, value in model.named_parameters()}
     tied = spec.num_layers - prelude - coda
+    own, groups = _sorted_out(teacher, prelude, tied, loops)
+    _check_places({*own, *(f"model.layers.{prelude + i}.{name}" for i, name in groups)}, shapes)
+    for (index, name), mine in groups.items():
+        if len(mine) != loops:
+            raise ValueError(
+                f"layer {prelude + min(mine)} has {name}, which layers tied to it have not"
+            )
+        stem = f"model.layers.{prelude + index}.{name}"
+        # Evenly spaced layers come from the groups of others, too.
+        sources = STARTS[start](index, tied, tied * loops)
+        wanted = [groups[i % tied, name][i] for i in sources]
+        own |= _tied_tensors(stem, [mine[i] for i in sorted(mine)], wanted, shapes)
+    model.load_state_dict(own, strict=False, assign=True)
+    model.tie_weights()
+    model.generation_config = teacher.generation_config
+    return model.requires_grad_(False).train(teacher.training)
+
+
+Groups = dict[tuple[int, str], dict[int, Tensor]]
+
+
+def _sorted_out(
+    teacher: LT2ForCausalLM, prelude: int, tied: int, loops: int
+) -> tuple[dict[str, Tensor], Groups]:
+    """Tensors that stay, by their new names; those of the core by (index among the tied, name),
+    each by its layer's index in the core.
+    """
     own: dict[str, Tensor] = {}
-    groups: dict[tuple[int, str], dict[int, Tensor]] = {}  # by core index and name: by layer
+    groups: Groups = {}
     for name, value in teacher.named_parameters():  # a tied head appears once, as the embedding
         match = _LAYER_TENSOR.fullmatch(name)
         layer = int(match[1]) - prelude if match else -1
         if match and 0 <= layer < tied * loops:
             groups.setdefault((layer % tied, match[2]), {})[layer] = value.detach()
-        elif match and layer >= tied * loops:
+        elif match and layer >= 0:
             own[f"model.layers.{int(match[1]) - tied * (loops - 1)}.{match[2]}"] = value.detach()
         else:
             own[name] = value.detach()
-    for (index, name), mine in groups.items():
-        sources = STARTS[start](index, tied, tied * loops)
-        wanted = [groups[i % tied, name][i] for i in sources]
-        stem = f"model.layers.{prelude + index}.{name}"
-        ordered = [mine[layer] for layer in sorted(mine)]
-        own |= _tied_tensors(stem, ordered, wanted, shapes)
-    known = set(shapes) - ({"lm_head.weight"} if spec.tie_word_embeddings else set())
-    if lost := sorted(set(own) ^ known):
-        raise ValueError(f"a looped model has no place for {lost[0]} of the dense one")
-    model.load_state_dict(own, strict=False, assign=True)
-    model.tie_weights()
-    model.generation_config = teacher.generation_config
-    return model.requires_grad_(False).train(teacher.training)
+    return own, groups
+
+
+def _check_places(found: set[str], shapes: Mapping[str, Any]) -> None:
+    """Every tensor of the teacher has a place, and every place but corrections a tensor."""
+    wanted = {name for name in shapes if not name.endswith((".lora_a", ".lora_b"))}
+    if lost := sorted(found ^ wanted):
+        raise ValueError(f"dense and looped model do not match: no place or no value for {lost[0]}")
 
 
 def _tied_tensors(

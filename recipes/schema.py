@@ -81,7 +81,6 @@ class StudentSettings(Settings):
             raise ValueError("expected a share in [0, 1], a count, or a list of layers")
         return value
 
-
     @model_validator(mode="after")
     def _tying_needs_loops(self) -> Self:
         """How often the core of a dense teacher runs cannot be read off the teacher."""

@@ -186,9 +186,7 @@ def _kept(
 ) -> int:
     """What the forward pass keeps for the backward pass, bytes a token."""
     scores = not flex or settings.seq_len_tokens % BLOCK_TOKENS != 0
-    layers = [
-        (x.visits, saved_bytes(spec, x, precision, scores=scores)) for x in student.layers
-    ]
+    layers = [(x.visits, saved_bytes(spec, x, precision, scores=scores)) for x in student.layers]
     if not settings.gradient_checkpointing:
         return sum(visits * saved for visits, saved in layers)
     inputs = sum(visits for visits, _ in layers) * spec.hidden_size * FP32
