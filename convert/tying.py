@@ -1,4 +1,4 @@
-"""A dense model as a looped one: layers of its core become few physical ones that run several times.
+"""A dense model as a looped one: its core becomes few physical layers that run several times.
 
 Relaxed recursive transformers (arXiv 2410.20672, sections 2.2 and 2.3). Of L layers the first p
 and the last c stay; the L - p - c between them are tied to K = (L - p - c) / T physical ones that

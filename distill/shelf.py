@@ -1,8 +1,8 @@
 """Where the students of a run lie: one a stage while it is needed, and the run's result.
 
 What stays when all is done: ``<run>/student``, the aligned student (selection can be repeated
-from it) and the looped model that the layers were taken from, where there is one. A stage's checkpoints go when it has finished, a later stage's student when the next
-stage or the run has finished.
+from it) and the looped model that layers are taken from, where there is one. A stage's checkpoints
+go when it has finished, a later stage's student when the next stage or the run has finished.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def stage_disk(stage: str, recipe: Recipe, models: Models) -> int:
 def peak_disk(stages: list[str], recipe: Recipe, models: Models) -> int:
     """The run folder at its fullest: the stage at work beside the students that are kept.
 
-    The looped origin and the aligned student stay, the student of a later stage until the next one has finished.
+    The looped origin and the aligned student stay, the student of a later stage until the next one
+    has finished.
     """
     kept, peak = 0, 0
     for stage in stages:

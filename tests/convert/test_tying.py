@@ -65,7 +65,7 @@ def test_any_division_of_the_layers_is_exact(loops: int, prelude: int, coda: int
 
 
 def test_what_a_tied_matrix_starts_from_by_hand() -> None:
-    """Core of 6 layers in 2 loops: layers {0, 3}, {1, 4}, {2, 5}; evenly spaced are 0, 2 or 3, 5."""
+    """Core of 6 layers in 2 loops: tied are 0 and 3, 1 and 4, 2 and 5; evenly spaced 0, 2, 5."""
     teacher = tiny_model(deep())
     weights = [layer.mlp.up_proj.weight for layer in teacher.model.layers[1:7]]
     expected = {
@@ -107,9 +107,7 @@ def test_what_is_not_tied_is_the_teachers_memory() -> None:
 def test_a_tensor_without_a_place_is_an_error() -> None:
     teacher = tiny_model(deep())
     teacher.model.layers[2].mixer.register_parameter("sinks", torch.nn.Parameter(torch.ones(4)))
-    with pytest.raises(
-        ValueError, match=r"no place or no value for model\.layers\.2\.mixer\.sinks"
-    ):
+    with pytest.raises(ValueError, match=r"no place or no value for .*\.2\.mixer\.sinks"):
         tie(teacher)
 
 
