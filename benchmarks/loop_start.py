@@ -61,8 +61,7 @@ def main() -> None:
     print("|---" * (len(found) + 2) + "|")
     for rank in sorted(parameters):
         name = f"{rank} (full)" if rank == full else str(rank)
-        cells = [f"{kls[rank]:.2g}" if kls[rank] < 0.01 else f"{kls[rank]:.2f}"
-                 for kls in found.values()]  # fmt: skip
+        cells = ["< 1e-6" if kls[rank] < 1e-6 else f"{kls[rank]:.2f}" for kls in found.values()]
         print(f"| {name} | {parameters[rank] / 1e6:.1f} M | {' | '.join(cells)} |")
 
 

@@ -42,12 +42,14 @@ class Now:
         slots: by number of slots, where the new token goes, [B].
         used: by number of slots, how many are filled then, [B].
         outside: by window, whether a token of the row lies before it, [B].
+        first: the slot of a cache that has one, [B].
     """
 
     rope: dict[str, tuple[Tensor, Tensor]]
     slots: dict[int, Tensor]
     used: dict[int, Tensor]
     outside: dict[int, Tensor]
+    first: Tensor
 
 
 class LayerStep:
@@ -100,7 +102,7 @@ class GatedDeltaNetStep(LayerStep):
         """See ``LayerStep``."""
         qkv_BM, *others = y_BR.split([sum(self.sizes[:3]), *self.sizes[3:]], dim=-1)
         if self.layer.mixer.spec.qk_norm is not None:
-            qkv_BM = _normed_heads(qkv_BM, self.layer.mixer)
+            qkv_BM = _normed_heads(qkv_BM, self.layer.mixer, now)
         return self.mix_heads(qkv_BM, others, cache_layer, now).flatten(1)
 
     def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
@@ -188,13 +190,12 @@ def _placed(qkv_BM: Tensor, mixer: Any, cache: StaticKeys, now: Now, *, norms: b
     )  # fmt: skip
 
 
-def _normed_heads(qkv_BM: Tensor, mixer: Any) -> Tensor:
+def _normed_heads(qkv_BM: Tensor, mixer: Any, now: Now) -> Tensor:
     """q, k and v side by side [B, M], q and k normed, no positions."""
-    rows, heads = qkv_BM.shape[0], mixer.num_heads
-    buffer = qkv_BM.new_empty(rows, 3, heads, mixer.head_dim)
+    buffer = qkv_BM.new_empty(len(qkv_BM), 3, mixer.num_heads, mixer.head_dim)
     q_BHD, k_BHD, v_BHD = buffer.unbind(1)
     decode_heads(
-        qkv_BM, k_BHD[:, :, None], v_BHD[:, :, None], qkv_BM.new_zeros(rows, dtype=torch.int32),
-        num_heads=heads, out_BHD=q_BHD, **_head_norms(mixer),
+        qkv_BM, k_BHD[:, :, None], v_BHD[:, :, None], now.first, num_heads=mixer.num_heads,
+        out_BHD=q_BHD, **_head_norms(mixer),
     )  # fmt: skip
     return buffer.flatten(1)

@@ -5,6 +5,8 @@ B rows, C hidden width, D head width, V vocabulary.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,9 @@ from ltconvert.convert.students.merge import in_loop
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import StaticKeys, StaticKeysAndState
 from ltconvert.kernels.decode_linear import decode_linear
+from ltconvert.kernels.overlap import overlapping
+
+EARLY_ROWS = 1  # more rows are slower for it: what waits keeps its place on the GPU from what runs
 
 
 class Step:
@@ -33,9 +38,14 @@ class Step:
 
     def __call__(self, token_B: Tensor) -> Tensor:
         """One token a row at the position that its length says; lengths grow by one."""
+        with overlapping() if token_B.shape[0] <= EARLY_ROWS else nullcontext():
+            return self._step(token_B)
+
+    def _step(self, token_B: Tensor) -> Tensor:
         decoder, last = self.model.model, self.model.model.schedule[-1]
-        h_BC = loop_in_BC = decoder.embed(token_B)
         now = self._now()
+        # Behind `now`: what is launched here ends what kernels of the layers may not wait for.
+        h_BC = loop_in_BC = decoder.embed(token_B)
         for visit in decoder.schedule:
             if visit.opens_loop:
                 loop_in_BC = h_BC
@@ -59,6 +69,7 @@ class Step:
             slots={size: lengths_B % size for size in self.sizes},
             used={size: (lengths_B + 1).clamp(max=size) for size in self.sizes},
             outside={window: lengths_B >= window for window in self.windows},
+            first=torch.zeros_like(lengths_B),
         )
 
 

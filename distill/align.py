@@ -86,7 +86,7 @@ class AlignObjective:
                 h_BTC, attention_mask=batch.mask_BT, segment_ids=batch.segment_ids_BT
             )
             if self._error is not mixer_error:
-                context.prepare(*pupil.windows())
+                context.prepare(pupil.windows())
             state = model.start(h_BTC)
         for step in model.schedule[: self.end_slot]:
             if step.layer not in self.layers:

@@ -28,6 +28,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "decay_attention": ("reference", "triton"),
     "short_conv": ("reference", "triton"),
     "norm_gate": ("reference", "triton"),
+    "window_attention": ("reference", "triton"),
     "gdn_step": ("reference", "triton"),
     "decode_attention": ("reference", "triton"),
     "decode_linear": ("reference", "triton"),

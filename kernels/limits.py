@@ -8,6 +8,7 @@ from torch import Tensor
 CHUNK_TOKENS = 64
 MOST_WIDTH = 256
 MOST_CHANNEL_WIDTH = 128
+MOST_WINDOW_WIDTH_FP32 = 64  # what shared memory holds
 MOST_TAPS = 8
 MOST_DECODED_ROWS = 16
 
@@ -39,6 +40,22 @@ def of_convolution(x: Tensor, weight_DW: Tensor) -> str | None:
     if weight_DW.shape[1] > MOST_TAPS:
         return f"it has at most {MOST_TAPS} taps, got {weight_DW.shape[1]}"
     return of_precision(x, weight_DW)
+
+
+def of_window_attention(
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, keep_BS: Tensor | None
+) -> str | None:
+    """The same, width, one precision, and no past and padding."""
+    most = MOST_WINDOW_WIDTH_FP32 if q_BTHD.dtype == torch.float32 else MOST_WIDTH
+    if q_BTHD.shape[-1] > most:
+        return f"heads of {q_BTHD.dtype} are up to {most} wide, got {q_BTHD.shape[-1]}"
+    if k_BSGD.shape[1] > q_BTHD.shape[1]:
+        return "it has no keys before the first query"
+    if keep_BS is not None:
+        return "it knows no padding"
+    if len(made := {x.dtype for x in (q_BTHD, k_BSGD, v_BSGD)}) > 1:
+        return f"q, k and v must have one dtype, got {', '.join(sorted(map(str, made)))}"
+    return of_precision(q_BTHD)
 
 
 def of_decode_attention(q_BHD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> str | None:

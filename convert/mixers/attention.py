@@ -61,7 +61,7 @@ class Projections(nn.Module):
         """This mixer's tensors that come from the teacher's attention: all, as they are."""
         return teacher
 
-    def project(self, x_BTC: Tensor, loop: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_BTC: Tensor, loop: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, H, D], keys and values [B, T, G, D], before any position."""
         q, k, v = (proj(x_BTC, loop) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.spec.qk_norm == "full":

@@ -44,22 +44,17 @@ class SequenceContext:
         """The same pass in another loop; masks are made once for all."""
         return self if loop == self.loop else replace(self, loop=loop)
 
-    def prepare(self, windows: Iterable[int | None], local: Iterable[int]) -> None:
-        """Make the masks of a pass without a cache, before compiled layers read them.
-
-        Args:
-            windows: of softmax attention that reads one mask over all keys.
-            local: of attention that makes its own where there are more than two windows of tokens.
-        """
+    def prepare(self, windows: Iterable[int | None]) -> None:
+        """Make the masks of a pass without a cache, before compiled layers read them."""
         counts_BT = self.segment_ids_BT
         blocks = self.keep_BS is None and fits(self.device, self.num_tokens)
         # One document, for all rows alike.
         one_BT = torch.zeros(1, self.num_tokens, dtype=torch.int64, device=self.device)
-        for window in {*windows, *local}:
+        for window in windows:
             if blocks and (counts_BT is not None or window is not None):
                 documents_BT = one_BT if counts_BT is None else counts_BT
                 self._block_masks[window] = block_mask(documents_BT, window)
-            elif window in windows or self.num_tokens <= 2 * (window or 0):
+            else:
                 self.attention_mask(window, self.num_tokens)
 
     def block_mask(self, window: int | None) -> BlockMask | None:

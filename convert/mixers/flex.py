@@ -9,11 +9,9 @@ B rows, T tokens, K blocks of a row, H query heads, G key/value heads, D head wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK_TOKENS = 128
 _HALF = (torch.bfloat16, torch.float16)
@@ -61,28 +59,6 @@ def block_mask(counts_BT: Tensor, window: int | None) -> BlockMask:
     )
 
 
-def flex_with_sum(
-    q_BHTD: Tensor,
-    k_BHTD: Tensor,
-    v_BHTD: Tensor,
-    mask: BlockMask,
-    scale: float,
-    cap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """As `flex`, and the log of the summed exponentiated scores, [B, H, T] in fp32."""
-    o_BHTD, aux = flex_attention(
-        q_BHTD,
-        k_BHTD,
-        v_BHTD,
-        score_mod=_soft_cap(cap),
-        block_mask=mask,
-        scale=scale,
-        return_aux=AuxRequest(lse=True),
-    )
-    assert aux.lse is not None
-    return o_BHTD, aux.lse
-
-
 def flex(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
@@ -92,25 +68,19 @@ def flex(
     cap: float | None,
 ) -> Tensor:
     """softmax(q.k) v over what the mask shows, [B, H, T, D]; ``cap`` as in Gemma 2."""
+
+    def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score if cap is None else cap * torch.tanh(score / cap)
+
     return flex_attention(
         q_BHTD,
         k_BGTD,
         v_BGTD,
-        score_mod=_soft_cap(cap),
+        score_mod=None if cap is None else capped,
         block_mask=mask,
         scale=scale,
         enable_gqa=q_BHTD.shape[1] != k_BGTD.shape[1],
     )
-
-
-def _soft_cap(cap: float | None) -> Callable[..., Tensor] | None:
-    if cap is None:
-        return None
-
-    def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
-
-    return capped
 
 
 def _listed(shown_BKK: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ Shape letters: B rows, T tokens, C hidden width, H heads, D head width, W taps o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ltconvert.convert.mixers.attention import Projections
 from ltconvert.convert.mixers.context import SequenceContext
+from ltconvert.convert.mixers.joint import project_together
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.kernels.delta_rule import delta_rule
 from ltconvert.kernels.gdn_step import gdn_step
@@ -92,54 +94,55 @@ class GatedDeltaNet(Projections):
         cache_layer: LinearAttentionCacheLayerMixin | None = None,
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
-        q, k, v = self.project(x_BTC, context.loop)
-        return self.o_proj(self.mix(x_BTC, q, k, v, context, cache_layer), context.loop)
+        loop = context.loop
+        heads = project_together(x_BTC, self.b_proj, self.a_proj)
+        projected = [*self.project(x_BTC, loop), *heads, self.gate_proj(x_BTC)]
+        return self.o_proj(self.mix(projected, context, cache_layer).to(x_BTC.dtype), loop)
 
     def mix(
         self,
-        x_BTC: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        projected: Sequence[Tensor],
         context: SequenceContext,
         cache_layer: LinearAttentionCacheLayerMixin | None,
     ) -> Tensor:
-        """Outputs of the heads, [B, T, H * D], from projections without positions."""
-        if cache_layer is not None and _decodes(x_BTC, context, cache_layer):
-            return self._step(x_BTC, q, k, v, cache_layer).to(x_BTC.dtype)
+        """Outputs of the heads, [B, T, H * D].
+
+        Args:
+            projected: q, k, v [B, T, H, D] without positions, then what ``b_proj`` and ``a_proj``
+                [B, T, H] and ``gate_proj`` [B, T, H * D] give.
+        """
+        q, k, v, b_BTH, a_BTH, gate_BTM = projected
+        if cache_layer is not None and _decodes(q, context, cache_layer):
+            return self._step(projected, cache_layer)
         if self.conv is not None:
             q, k, v = self._convolve(q, k, v, context, cache_layer)
-        work = torch.promote_types(x_BTC.dtype, torch.float32)  # a decay of 1 - 1/2048 needs it
-        beta_BTH = torch.sigmoid(self.b_proj(x_BTC).to(work))
-        rate_BTH = F.softplus(self.a_proj(x_BTC).to(work) + self.rate_bias.to(work))
+        work = torch.promote_types(a_BTH.dtype, torch.float32)  # a decay of 1 - 1/2048 needs it
+        beta_BTH = torch.sigmoid(b_BTH.to(work))
+        rate_BTH = F.softplus(a_BTH.to(work) + self.rate_bias.to(work))
         log_decay_BTH = -self.log_rate.to(work).exp() * rate_BTH
         o_BTHD = self._recur(q, k, v, beta_BTH, log_decay_BTH, context, cache_layer)
-        gate_BTHD = self.gate_proj(x_BTC).unflatten(-1, (self.num_heads, self.head_dim))
+        gate_BTHD = gate_BTM.unflatten(-1, (self.num_heads, self.head_dim))
         y_BTHD = norm_gate(
             o_BTHD, self.out_norm_weight, gate_BTHD, eps=self.spec.rms_norm_eps, gate_fn="2sigmoid"
         )
-        return y_BTHD.flatten(2).to(x_BTC.dtype)
+        return y_BTHD.flatten(2)
 
     def _step(
-        self,
-        x_B1C: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache_layer: LinearAttentionCacheLayerMixin,
+        self, projected: Sequence[Tensor], cache_layer: LinearAttentionCacheLayerMixin
     ) -> Tensor:
-        """What ``forward`` does between the projections, [B, 1, H * D]; the cache in place."""
+        """What ``mix`` gives for one token, [B, 1, H * D]; the cache in place."""
+        q, k, v, b_B1H, a_B1H, gate_B1M = projected
         state = cache_layer.recurrent_states[0]
         assert state is not None
         y_BHD = gdn_step(
             torch.cat([y.flatten(1) for y in (q, k, v)], dim=-1),
-            self.b_proj(x_B1C)[:, 0],
-            self.a_proj(x_B1C)[:, 0],
+            b_B1H[:, 0],
+            a_B1H[:, 0],
             self.log_rate,
             self.rate_bias,
             state,
             self.out_norm_weight,
-            self.gate_proj(x_B1C).view(-1, self.num_heads, self.head_dim),
+            gate_B1M.view(-1, self.num_heads, self.head_dim),
             eps=self.spec.rms_norm_eps,
             gate_fn="2sigmoid",
             conv_weight_CW=None if self.conv is None else self.conv.weight,
@@ -213,11 +216,11 @@ def _expand_heads(value: Tensor, group: int, head_dim: int, name: str) -> Tensor
 
 
 def _decodes(
-    x_BTC: Tensor, context: SequenceContext, cache_layer: LinearAttentionCacheLayerMixin
+    q_BTHD: Tensor, context: SequenceContext, cache_layer: LinearAttentionCacheLayerMixin
 ) -> bool:
     """Whether this is one more token of sequences in the cache, with no gradient to come."""
     return (
-        x_BTC.shape[1] == 1
+        q_BTHD.shape[1] == 1
         and context.keep_BT is None
         and cache_layer.is_recurrent_states_initialized[0]
         and not torch.is_grad_enabled()

@@ -5,6 +5,7 @@ Shape letters: B rows, T tokens, C hidden width, H heads, D head width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -13,9 +14,10 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.gdn import GatedDeltaNet
-from ltconvert.convert.mixers.local import local_attention
+from ltconvert.convert.mixers.joint import project_together
 from ltconvert.convert.mixers.rope import rotated
 from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.kernels.window_attention import window_attention
 
 NOTHING = -40.0  # log of a weight that vanishes in fp32 beside any window's
 
@@ -61,45 +63,42 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
             nn.init.zeros_(self.rest_proj.weight)
             nn.init.constant_(self.rest_proj.bias, NOTHING if self.closed else 0.0)
 
-    def mix(
+    def forward(
         self,
         x_BTC: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
         context: SequenceContext,
-        cache_layer: LinearAttentionCacheLayerMixin | None,
+        cache_layer: LinearAttentionCacheLayerMixin | None = None,
     ) -> Tensor:
-        """Outputs of the heads, [B, T, H * D], from projections without positions."""
-        linear_BTHD = super().mix(x_BTC, q, k, v, context, cache_layer)
+        """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
+        *heads, rest_BTH = project_together(x_BTC, self.b_proj, self.a_proj, self.rest_proj)
+        projected = [*self.project(x_BTC, context.loop), *heads, self.gate_proj(x_BTC)]
+        linear_BTHD = self.mix(projected, context, cache_layer)
         linear_BTHD = linear_BTHD.unflatten(-1, (self.num_heads, self.head_dim))
-        local_BTHD, log_sum_BTH = self._look_around(q, k, v, context, cache_layer)
-        share_BTH = torch.sigmoid(log_sum_BTH - self.rest_proj(x_BTC).to(log_sum_BTH.dtype))
+        local_BTHD, log_sum_BTH = self._look_around(projected, context, cache_layer)
+        share_BTH = torch.sigmoid(log_sum_BTH - rest_BTH.to(log_sum_BTH.dtype))
         outside_BT = context.positions_BT >= self.window
         share_BTH1 = share_BTH.where(outside_BT[..., None], 1.0)[..., None]
         o_BTHD = share_BTH1 * local_BTHD + (1.0 - share_BTH1) * linear_BTHD
-        return o_BTHD.flatten(2).to(x_BTC.dtype)
+        return self.o_proj(o_BTHD.flatten(2).to(x_BTC.dtype), context.loop)
 
     def _look_around(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        projected: Sequence[Tensor],
         context: SequenceContext,
         cache_layer: LinearAttentionCacheLayerMixin | None,
     ) -> tuple[Tensor, Tensor]:
         """The window's outputs [B, T, H, D] and the log of its summed weights [B, T, H]."""
-        q_BHTD, k_BHSD, v_BHSD = (y.transpose(1, 2) for y in (q, k, v))
+        q, k, v = projected[:3]
+        q_BHTD, k_BHSD = (y.transpose(1, 2) for y in (q, k))
         q_BHTD, k_BHSD = rotated(q_BHTD, k_BHSD, context.rope, self.rope_name)
+        v_BHSD, keep_BS = v.transpose(1, 2), context.keep_BS
         if cache_layer is not None:
             k_BHSD, v_BHSD = cast(CacheLayerMixin, cache_layer).update(k_BHSD, v_BHSD)
-        o_BHTD, log_sum_BHT = local_attention(
-            q_BHTD,
-            k_BHSD,
-            v_BHSD,
-            context,
+        return window_attention(
+            *(y.transpose(1, 2) for y in (q_BHTD, k_BHSD, v_BHSD)),
             window=self.window,
             scale=self.spec.attention_scale,
-            cap=self.spec.attention_softcap,
+            soft_cap=self.spec.attention_softcap,
+            segment_ids_BT=context.segment_ids_BT,
+            keep_BS=None if keep_BS is None else keep_BS[:, -k_BHSD.shape[2] :],
         )
-        return o_BHTD.transpose(1, 2), log_sum_BHT.transpose(1, 2)

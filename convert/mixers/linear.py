@@ -39,8 +39,11 @@ class Linear(nn.Linear):
             nn.init.normal_(self.lora_a, std=self.in_features**-0.5)
             nn.init.zeros_(self.lora_b)
 
-    def forward(self, x: Tensor, loop: int = 0) -> Tensor:
-        """x [..., I] -> [..., O] as in one loop."""
+    def forward(self, x: Tensor, loop: int | None = None) -> Tensor:
+        """x [..., I] -> [..., O] as in one loop, which has to be said where loops differ."""
+        if self.loops == 1:
+            return F.linear(x, self.weight, self.bias)
+        assert loop is not None
         y = F.linear(x, self.weight, self.bias_in(loop))
         if not self.rank:
             return y

@@ -29,12 +29,15 @@ class RMSNorm(nn.Module):
         """Start as a plain normalisation."""
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
-    def weight_in(self, loop: int) -> Tensor:
+    def weight_in(self, loop: int | None) -> Tensor:
         """The weight of one loop, [size]."""
-        return self.weight if self.weight.dim() == 1 else self.weight[loop]
+        if self.weight.dim() == 1:
+            return self.weight
+        assert loop is not None
+        return self.weight[loop]
 
-    def forward(self, x: Tensor, loop: int = 0) -> Tensor:
-        """x [..., size] -> the same shape and dtype, as in one loop."""
+    def forward(self, x: Tensor, loop: int | None = None) -> Tensor:
+        """x [..., size] -> the same shape and dtype, as in one loop (said where loops differ)."""
         work = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight_in(loop).to(work) + self.offset
         return F.rms_norm(x.to(work), weight.shape, weight, self.eps).to(x.dtype)

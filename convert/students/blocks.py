@@ -28,7 +28,7 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(inner, width, bias=spec.mlp_bias, **own)
         self.activation = ACT2FN[spec.hidden_act]
 
-    def forward(self, x_BTC: Tensor, loop: int = 0) -> Tensor:
+    def forward(self, x_BTC: Tensor, loop: int | None = None) -> Tensor:
         """x [B, T, C] -> [B, T, C]."""
         gate_BTI = self.activation(self.gate_proj(x_BTC, loop))
         return self.down_proj(gate_BTI * self.up_proj(x_BTC, loop), loop)
@@ -58,15 +58,15 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(spec, layer)
         self.post_mlp_norm = norm(after)
 
-    def mixer_input(self, h_BTC: Tensor, loop: int = 0) -> Tensor:
+    def mixer_input(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """What the mixer reads."""
         return _normed(self.pre_mixer_norm, h_BTC, loop)
 
-    def mixer_contribution(self, y_BTC: Tensor, loop: int = 0) -> Tensor:
+    def mixer_contribution(self, y_BTC: Tensor, loop: int | None = None) -> Tensor:
         """What a mixer's output adds to the residual stream."""
         return _normed(self.post_mixer_norm, y_BTC, loop)
 
-    def mlp_branch(self, h_BTC: Tensor, loop: int = 0) -> Tensor:
+    def mlp_branch(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """The MLP's contribution to the residual stream, [B, T, C]."""
         y_BTC = self.mlp(_normed(self.pre_mlp_norm, h_BTC, loop), loop)
         return _normed(self.post_mlp_norm, y_BTC, loop)
@@ -88,7 +88,7 @@ class DecoderLayer(nn.Module):
         return h_BTC + self.mlp_branch(h_BTC, loop)
 
 
-def _normed(norm: nn.Module, x_BTC: Tensor, loop: int) -> Tensor:
+def _normed(norm: nn.Module, x_BTC: Tensor, loop: int | None) -> Tensor:
     """What a norm makes of x in one loop; x itself where the layout has none."""
     return norm(x_BTC, loop) if isinstance(norm, RMSNorm) else x_BTC
 

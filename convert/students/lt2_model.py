@@ -17,7 +17,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
 from ltconvert.convert.mixers.attention import Attention, ZeroLinear
-from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
 from ltconvert.convert.mixers.linear import Linear
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.rope import Rope
@@ -168,16 +167,13 @@ class LT2Model(LT2PreTrainedModel):
             rope, num_tokens, h_BTC.device, position_ids, keep_BS, keep_BT, segment_ids
         )
         if self.call_layer is not run_layer and not past_length:
-            context.prepare(*self.windows())
+            context.prepare(self.windows())
         return context
 
-    def windows(self) -> tuple[set[int | None], set[int]]:
-        """Windows of the softmax attention there is, None the whole row; those beside a GDN."""
+    def windows(self) -> set[int | None]:
+        """Windows of the softmax attention there is, None the whole row."""
         mixers = [layer.mixer for layer in self.layers]
-        return (
-            {mixer.window for mixer in mixers if isinstance(mixer, Attention)},
-            {mixer.window for mixer in mixers if isinstance(mixer, WindowedGatedDeltaNet)},
-        )
+        return {mixer.window for mixer in mixers if isinstance(mixer, Attention)}
 
     def start(self, h_BTC: Tensor) -> LoopState:
         """The state before the first visit."""

@@ -12,10 +12,7 @@ Activations are what autograd keeps, measured on the reference kernels: bytes a 
 from __future__ import annotations
 
 from ltconvert.convert.inspect import LayerFacts, ModelFacts
-from ltconvert.convert.mixers.flex import BLOCK_TOKENS
 from ltconvert.convert.teachers.spec import TeacherSpec
-from ltconvert.distill.compilation import LEAST_STEPS
-from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.kernels import dispatch
@@ -39,7 +36,7 @@ _SAVED_SANDWICH, _SAVED_QK_NORM = 16, 16
 # Corrections of a loop's own: of the rank, for each matrix of the mixer and of the MLP.
 _SAVED_CORRECTION, _MIXER_MATRICES, _MLP_MATRICES = {"fp32": 4, "bf16": 2}, 4, 3
 # A window beside the recurrence: of heads * head_dim, and of each head and token of the window,
-# whose scores stand in memory where flex attention is not used.
+# whose scores stand in memory in plain PyTorch.
 _SAVED_WINDOW = {"fp32": 21, "bf16": 17}
 _SAVED_SCORE = 24
 _LIVE_FORWARD = 6  # tensors of the widest kind alive in a forward pass that keeps nothing
@@ -59,12 +56,6 @@ def stage_memory(
     if models.ties and stage in ("align", "select"):
         parts["teacher"] += models.origin.parameters * FP32
 
-    def flex(settings: LogitsSettings) -> bool:
-        """Whether layers are compiled, which is where windows have no scores in memory."""
-        asked = recipe.runtime.compile
-        many = asked == "auto" and plan_steps(settings).steps >= LEAST_STEPS
-        return device == "cuda" and precision == "bf16" and (asked == "layers" or many)
-
     parts |= {
         "loop": lambda: _train(
             recipe.loop,
@@ -72,7 +63,6 @@ def stage_memory(
             precision,
             device,
             before=0,
-            flex=flex(recipe.loop),
             trained=models.origin,
         ),
         "align": lambda: _align(recipe.align, models, precision),
@@ -83,7 +73,6 @@ def stage_memory(
             precision,
             device,
             before=models.mixer_parameters,
-            flex=flex(recipe.logits),
         ),
         "longctx": lambda: _train(
             recipe.longctx,
@@ -91,7 +80,6 @@ def stage_memory(
             precision,
             device,
             before=models.hybrid.parameters,
-            flex=flex(recipe.longctx),
         ),
     }[stage]()
     if stage != "align":
@@ -148,12 +136,10 @@ def _train(
     device: str,
     *,
     before: int,
-    flex: bool = False,
     trained: ModelFacts | None = None,
 ) -> Parts:
     """A student of its own with what AdamW needs, beside ``before`` values of the former.
 
-    ``flex``: windows are computed by flex attention, where the rows are whole blocks.
     ``trained``: the student; the hybrid one by default.
     """
     student = trained or models.hybrid
@@ -166,7 +152,7 @@ def _train(
         "gradients": size * FP32,
         "optimiser": 2 * size * FP32,
         "activations": tokens
-        * (_kept(settings, models.spec, student, precision, flex) + _live(models.spec))
+        * (_kept(settings, models.spec, student, precision, device) + _live(models.spec))
         + _mask(settings),
         "logits": _chunk(models.spec.vocab_size, tokens, precision, device) + head,
     }
@@ -182,10 +168,11 @@ def _chunk(vocab: int, tokens: int, precision: str, device: str) -> int:
 
 
 def _kept(
-    settings: LogitsSettings, spec: TeacherSpec, student: ModelFacts, precision: str, flex: bool
+    settings: LogitsSettings, spec: TeacherSpec, student: ModelFacts, precision: str, device: str
 ) -> int:
     """What the forward pass keeps for the backward pass, bytes a token."""
-    scores = not flex or settings.seq_len_tokens % BLOCK_TOKENS != 0
+    backend, _ = dispatch.choose("window_attention", dispatch.asked_for("window_attention"), device)
+    scores = backend == "reference"
     layers = [(x.visits, saved_bytes(spec, x, precision, scores=scores)) for x in student.layers]
     if not settings.gradient_checkpointing:
         return sum(visits * saved for visits, saved in layers)

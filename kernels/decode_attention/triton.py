@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ltconvert.kernels import overlap
 from ltconvert.kernels.decode_attention.kernels import (
     combine_kernel,
     grouped_kernel,
@@ -28,7 +29,8 @@ KEYS = 64  # of a block that goes through matrix units
 HEADS = 16  # rows of the smallest matrix unit
 RESIDENT = {"single": 4, "grouped": 2}  # programs a multiprocessor that keep its memory busy
 MOST_PARTS = 256
-COMBINE = (32, 64)  # parts and channels of a step of the second kernel
+FETCHED = 64  # keys and values of a part that are asked for before the query is there
+COMBINE = (32, 32)  # parts and channels of a block of the second kernel
 
 
 def decode_attention(
@@ -79,18 +81,21 @@ def _attend(
     factor = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
     cap = 1.0 if soft_cap is None else soft_cap * math.log2(math.e)
     kernel = grouped_kernel if plan.grouped else single_kernel
+    early = overlap.options(q_BHD.device, lengths_B)
+    side_by_side = k_BGSD.stride(2) == v_BGSD.stride(2) == width
     with torch.cuda.device_of(q_BHD):
         kernel[(plan.programs,)](
             q_BHD.contiguous(), k_BGSD, v_BGSD, lengths_B.contiguous(), o, m, l, factor, cap,
             plan.parts, slots, *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             H=heads, CAPPED=soft_cap is not None, WHOLE=whole, D=width,
-            **plan.constants, **plan.launch,
+            FETCH=FETCHED if side_by_side else 0, **plan.constants, **plan.launch, **early,
         )  # fmt: skip
         if not whole:
             parts, channels = COMBINE
             combine_kernel[(batch * heads * triton.cdiv(width, channels),)](
                 o, m, l, y_BHD, plan.parts, D=width, BD=channels,
                 MOST=max(parts, triton.next_power_of_2(plan.parts)), BP=parts, num_warps=4,
+                **early,
             )  # fmt: skip
     return y_BHD
 

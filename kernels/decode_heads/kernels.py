@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ltconvert.kernels.overlap_kernels import let_go, take_turn
+
 
 @triton.jit
 def _scale(
@@ -34,14 +36,17 @@ def heads_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr,
     eps, offset, qkv_row, q_row, q_head, key_row, key_head, key_slot, value_row, value_head,
     value_slot, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BW: tl.constexpr, NORM: tl.constexpr,
+    BW: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    let_go(OVERLAP)
     head = tl.program_id(0) % (H + 2 * G)
     row = (tl.program_id(0) // (H + 2 * G)).to(tl.int64)
     is_v = head >= H + G
     d_D = tl.arange(0, BD)
     in_D = d_D < D
     row_ptr = qkv_ptr + row * qkv_row
+    take_turn(OVERLAP)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
     x_D = tl.load(row_ptr + head * D + d_D, mask=in_D, other=0.0).to(tl.float32)
     y_D = x_D
     if NORM != "none":
@@ -63,7 +68,7 @@ def heads_kernel(
         y_D = y_D * cos_D + turned_D * sin_D
     y_D = tl.where(is_v, x_D, y_D)
 
-    slot, head = tl.load(slots_ptr + row).to(tl.int64), head.to(tl.int64)
+    head = head.to(tl.int64)
     if head < H:
         to_ptr = q_ptr + row * q_row + head * q_head
         tl.store(to_ptr + d_D, y_D.to(q_ptr.dtype.element_ty), mask=in_D)

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ltconvert.kernels import overlap
 from ltconvert.kernels.decode_heads.kernels import heads_kernel
 
 
@@ -39,7 +40,7 @@ def decode_heads(
             *out_BHD.stride()[:2], *keys_BGSD.stride()[:3], *values_BGSD.stride()[:3],
             H=heads, G=kv_heads, D=width, BD=triton.next_power_of_2(width),
             BW=triton.next_power_of_2(max(heads, kv_heads) * width),
-            NORM=norm, num_warps=4 if norm == "full" else 1,
+            NORM=norm, num_warps=4 if norm == "full" else 1, **overlap.options(qkv_BM.device),
         )  # fmt: skip
 
 

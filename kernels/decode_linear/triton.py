@@ -11,16 +11,25 @@ import torch
 import triton
 from torch import Tensor
 
+from ltconvert.kernels import overlap
 from ltconvert.kernels.decode_linear.kernels import several_kernel, single_kernel
 from ltconvert.kernels.decoding import processors
 from ltconvert.kernels.limits import MOST_DECODED_ROWS
 
-STAGES = 5  # blocks of the weight read ahead, the one at work counted; paid in shared memory
-ROW_BYTES = 1024  # of a row of the weight in a block, for one row of x
-OUTPUTS = (16, 8, 4, 2, 1)  # of a program, for one row of x
-BLOCK_BYTES = 8192  # of a block of the weight, for several rows of x
-WIDE_OUTPUTS = (64, 32, 16)  # of a program, for several rows of x
-LEAST = {"single": 1.5, "several": 0.95}  # programs a multiprocessor, where outputs suffice
+LEAST = {"single": 3.0, "several": 0.95}  # programs a multiprocessor, where outputs suffice
+# For one row of x:
+OUTPUTS = (4, 2, 1)  # of a program
+WARPS = 4
+ROW_BYTES = 2048  # of a row of the weight in a block: 16 a thread
+AHEAD = 3  # such blocks on their way, paid in registers
+READ_BYTES = 16  # that a thread reads at once
+FETCH = False  # all weights of a program are asked for before x is there
+# For several rows of x:
+WIDE_OUTPUTS = (64, 32, 16)  # of a program
+WIDE_WARPS = 4
+BLOCK_BYTES = 8192  # of a block of the weight
+WIDE_FETCH = True
+STAGES = 5  # blocks on their way, the one at work counted; paid in shared memory
 
 
 def decode_linear(
@@ -44,10 +53,11 @@ def decode_linear(
 
 
 class Plan(NamedTuple):
-    """How a shape is run: the kernel's constants and its launch options."""
+    """How a shape is run: the kernel's constants, its launch options, all weights asked for."""
 
     constants: dict[str, Any]
     launch: dict[str, int]
+    fetch: bool
 
 
 def _run(
@@ -73,7 +83,8 @@ def _run(
         kernel[(triton.cdiv(outputs, plan.constants["BO"]),)](
             x_BC.contiguous(), weight_OC, *small, y_BO, batch, outputs, weight_OC.stride(0),
             norm_eps, norm_offset, C=channels, SWIGLU=swiglu, ACTIVATION=activation,
-            **plan.constants, **plan.launch,
+            **plan.constants, FETCH=plan.fetch and weight_OC.stride(0) == channels,
+            **plan.launch, **overlap.options(x_BC.device, bias_O, norm_weight_C),
         )  # fmt: skip
     return y_BO
 
@@ -94,18 +105,21 @@ def _new(x_BC: Tensor, weight_OC: Tensor, swiglu: bool) -> Tensor:
 def _plan_single(
     outputs: int, channels: int, item_bytes: int, swiglu: bool, multiprocessors: int
 ) -> Plan:
-    rows = OUTPUTS[1:] if swiglu else OUTPUTS  # twice as many are read then
+    chosen = _most(_halved(OUTPUTS, swiglu), outputs, LEAST["single"] * multiprocessors)
     block = min(triton.next_power_of_2(channels), ROW_BYTES // item_bytes)
-    chosen = _most(rows, outputs, LEAST["single"] * multiprocessors)
-    return Plan({"BO": chosen, "BC": block, "STAGES": STAGES}, {"num_warps": 4})
+    constants = {
+        "BO": chosen, "BC": block, "AHEAD": min(AHEAD, triton.cdiv(channels, block)),
+        "VEC": min(block, READ_BYTES // item_bytes),
+    }  # fmt: skip
+    return Plan(constants, {"num_warps": WARPS}, FETCH)
 
 
 @cache
 def _plan_several(
     outputs: int, channels: int, item_bytes: int, swiglu: bool, multiprocessors: int
 ) -> Plan:
-    rows = WIDE_OUTPUTS[1:] if swiglu else WIDE_OUTPUTS
-    chosen = _most(rows, outputs, LEAST["several"] * multiprocessors)
+    choices = tuple(max(16, x) for x in _halved(WIDE_OUTPUTS, swiglu))
+    chosen = _most(choices, outputs, LEAST["several"] * multiprocessors)
     full = item_bytes == 4
     # Narrower blocks in matrix units have given wrong results on Hopper (docs/negative-results.md);
     # in fp32 wider ones run out of registers.
@@ -114,7 +128,13 @@ def _plan_several(
         "BO": chosen, "BC": block, "BB": MOST_DECODED_ROWS,
         "PRECISION": ("ieee" if torch.version.hip else "tf32x3") if full else "tf32",
     }  # fmt: skip
-    return Plan(constants, {"num_warps": 4, "num_stages": 2 if full else STAGES})
+    launch = {"num_warps": WIDE_WARPS, "num_stages": 2 if full else STAGES}
+    return Plan(constants, launch, WIDE_FETCH)
+
+
+def _halved(choices: tuple[int, ...], swiglu: bool) -> tuple[int, ...]:
+    """With a gate, an output has two rows of the weight."""
+    return tuple(max(1, x // 2) for x in choices) if swiglu else choices
 
 
 def _most(choices: tuple[int, ...], outputs: int, programs: float) -> int:

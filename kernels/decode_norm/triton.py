@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ltconvert.kernels import overlap
 from ltconvert.kernels.decode_norm.kernels import norm_kernel
 
 
@@ -21,5 +22,6 @@ def decode_norm(
         norm_kernel[(rows,)](
             x_BC, weight_C.contiguous(), None if residual_BC is None else residual_BC.contiguous(),
             y_BC, eps, offset, C=channels, BC=block, num_warps=max(1, min(16, block // 512)),
+            **overlap.options(x_BC.device, weight_C),
         )  # fmt: skip
     return y_BC

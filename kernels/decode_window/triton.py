@@ -8,9 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
+from ltconvert.kernels import overlap
 from ltconvert.kernels.decode_window.kernels import window_kernel
 
-TILE = 16384  # keys times channels that a program holds: 128 keys of 128, by 8 warps
+TILE = 4096  # keys times channels of a block: 32 keys of 128
+STAGES = 5  # blocks on their way, the one at work counted: a window of 128 tokens whole
 WARPS = 8
 
 
@@ -40,6 +42,8 @@ def decode_window(
             rest_BH, outside_B.contiguous(), y_BHD, factor, cap, slots, *k_BGSD.stride()[:3],
             *v_BGSD.stride()[:3], *rest_BH.stride(), H=heads, GROUP=heads // groups,
             CAPPED=soft_cap is not None, D=width, BD=block,
-            BN=max(16, min(TILE // block, triton.next_power_of_2(slots))), num_warps=WARPS,
+            BN=max(16, min(TILE // block, triton.next_power_of_2(slots))),
+            STAGES=STAGES, FETCH=k_BGSD.stride(2) == v_BGSD.stride(2) == width, num_warps=WARPS,
+            **overlap.options(q_BHD.device),
         )  # fmt: skip
     return y_BHD

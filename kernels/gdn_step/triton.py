@@ -13,11 +13,14 @@ import torch
 import triton
 from torch import Tensor
 
+from ltconvert.kernels import overlap
 from ltconvert.kernels.chunkwise import NORM_EPS
 from ltconvert.kernels.gdn_step.kernels import step_kernel
 
-TILE = 4096  # elements of a state that a program holds at a time: few registers, many programs
-MAX_WARPS = 4  # more threads than key channels would read every one of these several times
+TILE = 16384  # elements of a state that a program holds at a time: all of a head of 128 by 128
+ELEMENTS = 32  # of it a thread
+MOST_WARPS = 16
+REGISTERS: int | None = None  # of a thread at most; None leaves it to the compiler
 
 
 def gdn_step(
@@ -65,11 +68,15 @@ def _step(
 ) -> Tensor:
     batch, heads, key_width, value_width = state_BHKV.shape
     y_BHV = qkv_BC.new_empty(batch, heads, value_width)
-    key_block, value_block, blocks, warps = _plan(key_width, value_width)
     taps, state, history = 1, state_BHKV.contiguous(), None
     if conv_weight_CW is not None and conv_history_BCP is not None:
         taps, history = conv_weight_CW.shape[1], conv_history_BCP.contiguous()
         conv_weight_CW = conv_weight_CW.contiguous()
+    constants, launch = _plan(key_width, value_width, taps)
+    early = overlap.options(
+        qkv_BC.device, state_BHKV, conv_history_BCP, conv_weight_CW, log_rate_H, rate_bias_H,
+        norm_weight_HV,
+    )  # fmt: skip
     # Rows may lie apart: all four are often columns of one product.
     qkv_BC, beta_BH, decay_BH = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (qkv_BC, beta_BH, decay_BH)
@@ -82,7 +89,7 @@ def _step(
             rate_bias_H.contiguous(), state, norm_weight_HV.contiguous(), gate_BHV, y_BHV, scale,
             eps, beta_factor, qkv_BC.stride(0), beta_BH.stride(0), decay_BH.stride(0),
             gate_BHV.stride(0), heads, key_width, value_width, taps, silu, gate_fn, NORM_EPS,
-            key_block, value_block, blocks, num_warps=warps,
+            **constants, **launch, **early,
         )  # fmt: skip
     if state is not state_BHKV:
         state_BHKV.copy_(state)
@@ -102,9 +109,15 @@ def _output(qkv_BC: Tensor, *inputs: Any) -> Tensor:
 
 
 @cache
-def _plan(key_width: int, value_width: int) -> tuple[int, int, int, int]:
-    """(rows of a block of the state, its columns, blocks, warps)."""
-    key_block = triton.next_power_of_2(key_width)
-    value_block = min(triton.next_power_of_2(value_width), max(32, TILE // key_block))
-    warps = max(1, min(MAX_WARPS, key_block // 32))
-    return key_block, value_block, triton.cdiv(value_width, value_block), warps
+def _plan(key_width: int, value_width: int, taps: int) -> tuple[dict[str, int], dict[str, int]]:
+    """The kernel's constants and its launch options."""
+    keys = triton.next_power_of_2(key_width)
+    values = min(triton.next_power_of_2(value_width), max(16, TILE // keys))
+    warps = max(1, min(MOST_WARPS, keys * values // (32 * ELEMENTS)))
+    # A number of a window a thread: with fewer, threads would read them again and again.
+    window = max(triton.next_power_of_2(taps), 32 * warps // min(keys, values))
+    constants = {"BK": keys, "BV": values, "BW": window, "BLOCKS": triton.cdiv(value_width, values)}
+    launch = {"num_warps": warps}
+    if REGISTERS is not None and torch.version.hip is None:
+        launch["maxnreg"] = REGISTERS
+    return constants, launch

@@ -6,11 +6,10 @@ import pytest
 import torch
 from helpers import FAMILIES, tiny_model, tiny_spec, tokens
 
-from ltconvert.convert.mixers.context import SequenceContext
-from ltconvert.convert.mixers.local import local_attention
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill.calibrate import calibrate
 from ltconvert.distill.data.batch import Batch
+from ltconvert.kernels.window_attention import window_attention
 
 WINDOW = 6
 
@@ -33,8 +32,8 @@ def test_with_the_teachers_rest_and_outside_it_is_full_attention() -> None:
     """The formula: share of the window times its output, and the rest times the rest's output."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 17, 8, generator=g, dtype=torch.float64) for _ in range(3))
-    context = context_of(17)
-    o_local, log_sum = local_attention(q, k, v, context, window=WINDOW, scale=0.3)
+    near = window_attention(*(y.transpose(1, 2) for y in (q, k, v)), window=WINDOW, scale=0.3)
+    o_local, log_sum = (y.transpose(1, 2) for y in near)
     scores = 0.3 * q @ k.mT
     behind = torch.arange(17)[:, None] - torch.arange(17)
     outside = scores.masked_fill(behind < WINDOW, float("-inf"))[:, :, WINDOW:]
@@ -42,39 +41,6 @@ def test_with_the_teachers_rest_and_outside_it_is_full_attention() -> None:
     mixed = share * o_local[:, :, WINDOW:] + (1 - share) * outside.softmax(-1) @ v
     whole = scores.masked_fill(behind < 0, float("-inf")).softmax(-1) @ v
     torch.testing.assert_close(mixed, whole[:, :, WINDOW:], atol=1e-12, rtol=1e-10)
-
-
-@pytest.mark.parametrize("cap", [None, 1.5])
-@pytest.mark.parametrize("cached", [0, 3, WINDOW - 1])
-def test_blocks_of_queries_equal_single_queries(cached: int, cap: float | None) -> None:
-    """23 tokens behind a cache, padding on the left and documents, one query at a time in fp64."""
-    g = torch.Generator().manual_seed(1)
-    length = 23
-    total = cached + length
-    q = torch.randn(2, 3, length, 4, generator=g, dtype=torch.float64)
-    k, v = (torch.randn(2, 3, total, 4, generator=g, dtype=torch.float64) for _ in range(2))
-    keep = torch.ones(2, total, dtype=torch.bool)
-    keep[0, :4] = False
-    ids = None if cached else torch.tensor([[0] * 9 + [1] * 14, [0] * 2 + [1] * 3 + [2] * 18])
-    context = context_of(length, keep_BS=keep, segment_ids_BT=ids)
-    o, log_sum = local_attention(q, k, v, context, window=WINDOW, scale=0.7, cap=cap)
-    for row in range(2):
-        for t in range(length):
-            at = cached + t
-            seen = [
-                s
-                for s in range(max(0, at - WINDOW + 1), at + 1)
-                if keep[row, s] and (ids is None or ids[row, s] == ids[row, t])
-            ] or [at]
-            scores = 0.7 * k[row, :, seen] @ q[row, :, t, :, None]
-            scores = scores if cap is None else cap * torch.tanh(scores / cap)
-            wanted = (scores.softmax(1) * v[row, :, seen]).sum(1)
-            torch.testing.assert_close(o[row, :, t], wanted)
-            torch.testing.assert_close(log_sum[row, :, t], scores[..., 0].logsumexp(-1))
-
-
-def context_of(length: int, **parts: torch.Tensor | None) -> SequenceContext:
-    return SequenceContext({}, length, torch.device("cpu"), torch.arange(length)[None], **parts)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "ouro"])
@@ -137,18 +103,3 @@ def test_where_the_teachers_own_window_ends_there_is_nothing_outside() -> None:
         for _ in range(2):
             torch.testing.assert_close(student(ids).logits, windowed(ids).logits)
             calibrate(teacher, student, [batch], closed)
-
-
-@pytest.mark.parametrize("size", [1.0, 8.0])
-@pytest.mark.parametrize("length", [9, 64])
-def test_under_autocast_scores_are_not_rounded(length: int, size: float) -> None:
-    """The inputs are; from there on the log of the sum is good to fp32."""
-    g = torch.Generator().manual_seed(2)
-    q, k, v = (size * torch.randn(1, 2, length, 32, generator=g).bfloat16() for _ in range(3))
-    context = context_of(length)
-    with torch.autocast("cpu", torch.bfloat16):
-        _, found = local_attention(q, k, v, context, window=WINDOW, scale=0.2)
-    exact = [x.double() for x in (q, k, v)]
-    _, wanted = local_attention(*exact, context_of(length), window=WINDOW, scale=0.2)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-5)

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from ltconvert.convert.mixers import context as context_module
 from ltconvert.convert.mixers.context import SequenceContext
-from ltconvert.convert.mixers.flex import BLOCK_TOKENS, block_mask, fits, flex, flex_with_sum
-from ltconvert.convert.mixers.local import local_attention
+from ltconvert.convert.mixers.flex import BLOCK_TOKENS, block_mask, fits, flex
 from ltconvert.convert.students.blocks import run_layer
 
 LENGTH = 5 * BLOCK_TOKENS
@@ -99,17 +98,4 @@ def test_compiled_layers_read_the_blocks(family: str, monkeypatch: pytest.Monkey
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
         found = model.model(ids, segment_ids=counts("even")).last_hidden_state
         torch.testing.assert_close(found, other, rtol=1e-3, atol=1e-4)
-    assert counter.frame_count == len(model.model.windows()[0])
-
-
-@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
-@pytest.mark.parametrize("cap", [None, 2.0])
-def test_a_window_with_its_sum_for_several_rows_of_one_document(cap: float | None) -> None:
-    q, k, v = torch.randn(3, 2, 4, LENGTH, 16)
-    one = torch.zeros(1, LENGTH, dtype=torch.int64)
-    with torch.no_grad():
-        o, log_sum = flex_with_sum(q, k, v, block_mask(one, 100), 0.3, cap)
-    context = SequenceContext({}, LENGTH, torch.device("cpu"), torch.arange(LENGTH)[None])
-    wanted, sums = local_attention(q, k, v, context, window=100, scale=0.3, cap=cap)
-    torch.testing.assert_close(o, wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(log_sum, sums, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == len(model.model.windows())

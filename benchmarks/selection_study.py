@@ -1,0 +1,293 @@
+"""Which layers should stay full? The ways to choose them, side by side on one aligned student.
+
+    python benchmarks/selection_study.py --data text.jsonl.xz --seed 0 --out runs/which-0
+    python benchmarks/selection_study.py --combine runs/which-0 runs/which-1
+
+The student is aligned once; every case (a method at a share of full layers) begins with hard links
+to it and goes through `select` and a small `logits`, the same rows in the same order. Measured are
+the KL on held-out text and the recall of a needle, after both. Methods give an order of all layers,
+so each is asked once, for the largest share; a smaller share takes the first of that order
+(``first_of`` holds it to that). The same command goes on after it was killed, and does what
+further ``--methods`` and ``--shares`` ask for. ``OUT/study.json`` has everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from os import link
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ltconvert import recipes
+from ltconvert.benchmarks.selection_table import STUDY_FILE, read_studies, show
+from ltconvert.cli_session import INTERRUPTED, Session, prepare
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.convert.teachers.load import Teacher, describe_teacher, load_teacher
+from ltconvert.distill import pipeline
+from ltconvert.distill.evaluation.recall import recall_scores
+from ltconvert.distill.interrupt import Stopped
+from ltconvert.distill.lineage import START, Lineage
+from ltconvert.distill.plan import plan
+from ltconvert.distill.planning.rows import ENOUGH_TOKENS, recorded_rows, with_rows
+from ltconvert.distill.records import StageRecord, clear_disk_errors, versions, write_json
+from ltconvert.distill.run_identity import RUN_FILE, check_same_run, recorded_precision
+from ltconvert.distill.runlog import RunLog
+from ltconvert.distill.selection.ranking import count_full_layers, order
+from ltconvert.distill.selection.result import Selection
+from ltconvert.distill.shelf import Shelf
+from ltconvert.distill.stage import SELECTION_FILE, STUDENT_FOLDER
+from ltconvert.errors import UserError
+from ltconvert.recipes.schema import Recipe
+
+METHODS = ("uniform", "kl", "kl-fast", "kl-greedy", "recall", "recall-greedy")
+DIRECTIONS = ("kl-fast:remove", "kl-fast:restore", "kl-fast:both")  # kl-fast is the recipe's own
+# What selecting and scoring may take where the recipe is meant for whole conversions.
+SMALL = {
+    "select": {"eval_tokens": 16_384, "train_tokens": 65_536, "stable_rounds": 1},
+    "eval": {
+        "heldout_tokens": 32_768,
+        "recall_lengths_tokens": [1024, 2048],
+        "recall_examples": 64,
+    },
+    "longctx": {"enabled": False},
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 when all cases are measured, 2 after a mistake of the user's, 130 after a signal."""
+    options = _parser().parse_args(arguments)
+    session = Session(options.device, options.precision, "auto", False, False, False)
+    prepare(session)
+    try:
+        if options.combine:
+            print("\n".join(show(read_studies(options.combine))))
+            return 0
+        with clear_disk_errors(options.out):
+            run(options, session)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return INTERRUPTED
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all cases share; ``base`` is the run folder that they set out from."""
+
+    recipe: Recipe
+    teacher: Teacher
+    out: Path
+    precision: str
+
+    @property
+    def base(self) -> Path:
+        """The run that ends after `align`."""
+        return self.out / "aligned"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the teacher is."""
+        return self.teacher.model.device
+
+    def run(self, recipe: Recipe, folder: Path) -> Lineage:
+        """The pipeline in a folder; what it left, to be read."""
+        log = RunLog(folder, json=True)  # stdout is for the table
+        at = {"device": self.device, "precision": self.precision}
+        pipeline.run(recipe, self.teacher, folder, log, **at)
+        log.close()
+        shelf = Shelf(folder, self.teacher.tokenizer, self.device)
+        lineage = Lineage(recipe, self.teacher, shelf, self.precision)
+        lineage.check()
+        return lineage
+
+    def recall(self, model: LT2ForCausalLM) -> dict[str, Any]:
+        """Of one number hidden in text, by length in tokens."""
+        settings, rows = self.recipe.eval, ENOUGH_TOKENS[self.device.type]
+        lengths, examples = settings.recall_lengths_tokens, settings.recall_examples
+        at = {"seed": self.recipe.seed, "precision": self.precision, "batch_tokens": rows}
+        tokenizer = self.teacher.tokenizer
+        return recall_scores(model, tokenizer, lengths, examples, kinds=["needle"], **at)["needle"]
+
+
+def run(options: argparse.Namespace, session: Session) -> None:
+    """All cases that are not measured yet; then the table."""
+    study = _begin(options, session)
+    off = {"enabled": False}
+    nothing_full = {"student": {"full_layers": 0}, "select": off, "logits": off}
+    aligned = study.run(recipes.adjust(study.recipe, options=nothing_full), study.base)
+    teacher_file = study.out / "teacher.json"
+    if not teacher_file.exists():
+        write_json(teacher_file, {"recall": study.recall(study.teacher.model)})
+    document = {
+        "settings": _identity(study),
+        "device": _name(study.device),
+        "versions": versions(),
+        "teacher": json.loads(teacher_file.read_text()),
+        "after": {name: _scores(aligned.records[name]) for name in (START, "align")},
+    }
+    for method in options.methods:
+        for share in sorted(options.shares, reverse=True):
+            measure(study, method, share, max(options.shares))
+            finished = sorted((study.out / "cases").glob("*.json"))
+            document["cases"] = [json.loads(path.read_text()) for path in finished]
+            write_json(study.out / STUDY_FILE, document)
+    print("\n".join(show([document])))
+
+
+def measure(study: Study, method: str, share: float, largest: float) -> None:
+    """One case, unless it is on disk: the pipeline from the aligned student on, then recall."""
+    folder = _folder(study, method, share)
+    result = folder.with_name(f"{folder.name}.json")
+    if not result.exists():
+        _set_out(study.base, folder)
+        if share < largest and method != "uniform":
+            _take_first(Selection.load(_choice(_folder(study, method, largest))), share, folder)
+        name, _, direction = method.partition(":")
+        select = {"method": name} | ({"direction": direction} if direction else {})
+        changes = {"student": {"full_layers": share}, "select": select}
+        lineage = study.run(recipes.adjust(study.recipe, options=changes), folder)
+        selection = Selection.load(_choice(folder))
+        after = {
+            stage: _scores(lineage.records[stage])
+            | {"recall": study.recall(lineage.student_after(stage))}
+            for stage in ("select", "logits")
+        }
+        found = {"method": method, "share": share, "layers": selection.chosen, "after": after}
+        found |= {"order": selection.ranking, "cost": vars(selection.cost)}
+        write_json(result, found | {"chosen_for": share if method == "uniform" else largest})
+    for heavy in (folder / STUDENT_FOLDER, folder / "stages" / "align" / STUDENT_FOLDER):
+        shutil.rmtree(heavy, ignore_errors=True)
+
+
+def first_of(selection: Selection, count: int) -> list[int]:
+    """The best ``count`` layers of an order that was found for more of them.
+
+    A greedy pick depends on those before it, not on those after. A layer's own score depends on no
+    other layer; ``kl`` gives up layers that cannot be among the larger set, so those of the smaller
+    one were trained to the end. How much text is read until a set has settled is up to the larger.
+    """
+    chosen = selection.ranking[:count]
+    if selection.method.endswith("-greedy"):
+        assert selection.history[count - 1] == sorted(chosen), "a later pick changed earlier ones"
+        return sorted(chosen)
+    sign = 1.0 if selection.higher_is_better else -1.0
+    worth = order([sign * score for score in selection.scores[str(selection.main)]])
+    whole = selection.scores.get("trained_share", [1.0] * selection.num_layers)
+    assert chosen == [x for x in worth if whole[x] == 1.0][:count], "not in the order of the scores"
+    return sorted(chosen)
+
+
+def _take_first(larger: Selection, share: float, folder: Path) -> None:
+    """Lay down the smaller choice where the stage `select` finds it as its own."""
+    count = count_full_layers(share, larger.num_layers)
+    settings = larger.settings | {"full_layers": share}
+    chosen = first_of(larger, count)
+    replace(larger, keep=count, chosen=chosen, settings=settings).save(_choice(folder))
+
+
+def _set_out(base: Path, folder: Path) -> None:
+    """A run folder that has the start and `align` behind it; ``run.json`` comes last."""
+    if (folder / RUN_FILE).exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    for stage in (START, "align"):
+        into = folder / "stages" / stage
+        shutil.copytree(base / "stages" / stage, into, copy_function=link)
+    shutil.copy(base / RUN_FILE, folder / RUN_FILE)
+
+
+def _begin(options: argparse.Namespace, session: Session) -> Study:
+    """Refuse what does not fit, load the teacher, claim the folder."""
+    device = session.device()
+    own = {"seed": options.seed, "data": {"source": options.data}}
+    budgets = {"align": options.align_tokens, "logits": options.logits_tokens}
+    budget = {stage: {"budget_tokens": tokens} for stage, tokens in budgets.items()}
+    recipe = recipes.resolve(options.recipe, options=SMALL | own | budget, overrides=options.set)
+    recipe = recipes.adjust(recipe, options={"student": {"full_layers": max(options.shares)}})
+    base = options.out / "aligned"
+    recorded = recorded_precision(base) if options.precision == "auto" else None
+    precision = recorded or session.precision(device)[0]
+    rows = recorded_rows(recipe, base)
+    if not rows:
+        spec, _ = describe_teacher(options.teacher)
+        rows = plan(recipe, spec, device, precision, run_dir=options.out).micro_batch_rows
+    teacher = load_teacher(options.teacher, device=device)
+    if count_full_layers(max(options.shares), teacher.spec.num_layers) == teacher.spec.num_layers:
+        raise UserError(f"--shares {max(options.shares)}: that is every layer; give less")
+    study = Study(with_rows(recipe, rows), teacher, options.out, precision)
+    path, now = options.out / RUN_FILE, _identity(study)
+    if path.is_file():
+        check_same_run(options.out, "study", json.loads(path.read_text()), now)
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_json(path, now)
+    return study
+
+
+def _identity(study: Study) -> dict[str, Any]:
+    """All that the cases share and that their figures depend on."""
+    recipe = study.recipe.model_dump(mode="json", exclude={"runtime"})
+    del recipe["student"]["full_layers"], recipe["select"]["method"]
+    teacher = {"name": study.teacher.name, "digest": study.teacher.digest}
+    return {"teacher": teacher, "precision": study.precision, "recipe": recipe}
+
+
+def _folder(study: Study, method: str, share: float) -> Path:
+    return study.out / "cases" / f"{method.replace(':', '-')}-{share:g}"
+
+
+def _choice(folder: Path) -> Path:
+    return folder / "stages" / "select" / SELECTION_FILE
+
+
+def _scores(record: StageRecord) -> dict[str, Any]:
+    names = ("kl", "kl_stderr", "student_ppl", "teacher_ppl", "agreement", "tokens")
+    return {name: record.scores[name] for name in names}
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share of the layers between 0 and 1")
+    return share
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--teacher", default="smollm2-135m")
+    add("--recipe", default="hybrid25", help="its mixer, rates and rows are those of the study")
+    add("--data", default="pydoc", help="as that of `ltconvert distill`")
+    add("--out", type=Path, default=Path("runs/selection-study"))
+    add("--align-tokens", type=int, default=4_000_000)
+    add("--logits-tokens", type=int, default=2_000_000, help="a case")
+    add("--methods", nargs="+", default=METHODS, choices=(*METHODS, *DIRECTIONS), metavar="METHOD")
+    add("--shares", nargs="+", type=_share, default=[0.125, 0.25], metavar="SHARE")
+    add("--seed", type=int, default=0, help="of new weights, rows and examples")
+    add(
+        "--set", action="append", default=[], metavar="A.B=C", help="as that of `ltconvert distill`"
+    )
+    add(
+        "--combine", nargs="+", type=Path, metavar="OUT", help="only show the mean of these studies"
+    )
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--precision", default="auto", choices=("auto", "fp32", "bf16"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
