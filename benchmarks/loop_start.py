@@ -1,6 +1,6 @@
 """How far a dense teacher's looped form is from it before any training, by start and rank.
 
-    python benchmarks/loop_start.py --teacher smollm2-135m --tokens 1024
+    python benchmarks/loop_start.py --teacher smollm2-135m --prelude 2 --coda 2 --calibration 2048
 
 prints a Markdown table: KL to the teacher on held-out text, for every start of the tied matrices
 and every rank of the loops' own corrections.
@@ -9,6 +9,7 @@ and every rank of the loops' own corrections.
 from __future__ import annotations
 
 import argparse
+from itertools import islice
 
 import torch
 
@@ -17,7 +18,9 @@ from ltconvert.convert.mixers.linear import Linear
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import load_teacher
 from ltconvert.convert.tying import STARTS, tie_layers
+from ltconvert.distill.data import PackedStream
 from ltconvert.distill.evaluation.scores import heldout_rows, heldout_scores
+from ltconvert.distill.input_squares import input_squares
 
 RANKS = (0, 16, 64, 256)
 
@@ -39,19 +42,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--teacher", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=1024, help="held-out tokens, rows of 256")
+    parser.add_argument(
+        "--calibration", type=int, default=0, help="training tokens, rows of 256; 0: plain SVD"
+    )
     for name, default in (("loops", 2), ("prelude", 2), ("coda", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     teacher, recipe = load_teacher(options.teacher), recipes.resolve("loop")
     settings = {"heldout_tokens": options.tokens, "heldout_seq_len_tokens": 256}
     rows = heldout_rows(recipe.data, teacher.tokenizer, recipe.eval.model_copy(update=settings))
+    squares = None
+    if options.calibration:
+        text = PackedStream(
+            recipe.data, teacher.tokenizer, split="train", seq_len_tokens=256, rows=1
+        )  # fmt: skip
+        core = range(options.prelude, teacher.spec.num_layers - options.coda)
+        squares = input_squares(teacher.model, islice(text, options.calibration // 256), core)
     full = teacher.spec.hidden_size
     parameters: dict[int, int] = {}
     found: dict[str, dict[int, float]] = {start: {} for start in STARTS}
     for start, kls in found.items():
         model = tie_layers(
             teacher.model, loops=options.loops, prelude=options.prelude, coda=options.coda,
-            start=start, rank=full,
+            start=start, rank=full, squares=squares,
         )  # fmt: skip
         for rank in sorted({rank for rank in RANKS if rank < full} | {full}, reverse=True):
             cut(model, rank)

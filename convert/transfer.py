@@ -194,12 +194,19 @@ def origin_spec(spec: TeacherSpec, settings: Mapping[str, Any]) -> TeacherSpec:
     return spec if settings["loop_start"] is None else tied_spec(spec, **_tying(settings))
 
 
-def origin_model(teacher: LT2ForCausalLM, settings: Mapping[str, Any]) -> LT2ForCausalLM:
+def origin_model(
+    teacher: LT2ForCausalLM,
+    settings: Mapping[str, Any],
+    squares: Mapping[str, Tensor] | None = None,
+) -> LT2ForCausalLM:
     """The model of ``origin_spec`` before any training; the teacher itself where nothing is tied.
+
+    Args:
+        squares: see ``tie_layers``.
 
     Raises:
         UserError: as ``origin_spec``.
     """
     if settings["loop_start"] is None:
         return teacher
-    return tie_layers(teacher, start=settings["loop_start"], **_tying(settings))
+    return tie_layers(teacher, start=settings["loop_start"], squares=squares, **_tying(settings))

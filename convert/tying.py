@@ -5,8 +5,6 @@ and the last c stay; the L - p - c between them are tied to K = (L - p - c) / T 
 run T times, so that visit t of core layer k stands for layer p + t K + k ("cycle"). Tied layers
 share their matrices; norm gains and biases are each loop's own, and so is a low-rank correction of
 every matrix.
-
-O output channels, I input channels, R rank.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ltconvert.convert.low_rank import low_rank
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.errors import UserError
@@ -118,6 +117,7 @@ def tie_layers(
     coda: int = 0,
     start: str = "average",
     rank: int = 0,
+    squares: Mapping[str, Tensor] | None = None,
 ) -> LT2ForCausalLM:
     """The looped model, every teacher tensor used once; exact where the rank is full.
 
@@ -125,6 +125,8 @@ def tie_layers(
 
     Args:
         start: one of STARTS.
+        squares: mean of ``x x^T`` over the inputs of the teacher's matrices, by their tensors'
+            names: corrections are then the best on such inputs, see ``low_rank``.
 
     Raises:
         UserError: see ``tied_spec``.
@@ -146,7 +148,9 @@ def tie_layers(
         # Evenly spaced layers come from the groups of others, too.
         sources = STARTS[start](index, tied, tied * loops)
         wanted = [groups[i % tied, name][i] for i in sources]
-        own |= _tied_tensors(stem, [mine[i] for i in sorted(mine)], wanted, shapes)
+        names = [f"model.layers.{prelude + i}.{name}" for i in sorted(mine)]
+        read = [squares.get(own_name) if squares else None for own_name in names]
+        own |= _tied_tensors(stem, [mine[i] for i in sorted(mine)], wanted, read, shapes)
     model.load_state_dict(own, strict=False, assign=True)
     model.tie_weights()
     model.generation_config = teacher.generation_config
@@ -184,7 +188,11 @@ def _check_places(found: set[str], shapes: Mapping[str, Any]) -> None:
 
 
 def _tied_tensors(
-    stem: str, values: Sequence[Tensor], wanted: Sequence[Tensor], shapes: Mapping[str, Any]
+    stem: str,
+    values: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    squares: Sequence[Tensor | None],
+    shapes: Mapping[str, Any],
 ) -> dict[str, Tensor]:
     """What becomes of one tensor of all layers that are tied together, in the order of loops."""
     if values[0].dim() == 1:
@@ -195,25 +203,12 @@ def _tied_tensors(
         return {stem: shared}
     rank = shapes[f"{module}.lora_a"][1]
     # From the shared matrix as it is stored, so that its rounding is corrected, too.
-    factors = [low_rank(value.double() - shared.double(), rank) for value in values]
+    factors = [
+        low_rank(value.double() - shared.double(), rank, read)
+        for value, read in zip(values, squares, strict=True)
+    ]
     return {
         stem: shared,
         f"{module}.lora_a": torch.stack([a for _, a in factors]).to(shared.dtype),
         f"{module}.lora_b": torch.stack([b for b, _ in factors]).to(shared.dtype),
     }
-
-
-def low_rank(matrix_OI: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors B [O, R] and A [R, I] of the nearest matrix of a rank (Eckart and Young 1936).
-
-    The truncated SVD, by the eigenvectors of the smaller of the two products of the matrix with
-    itself: orthonormal ones on that side, the matrix projected on them on the other. So the product
-    is the matrix itself at full rank, and where the matrix is 0 one factor is not, and can learn.
-    """
-    outputs, inputs = matrix_OI.shape
-    if outputs < inputs:
-        a_IR, b_RO = low_rank(matrix_OI.mT, rank)
-        return b_RO.mT.contiguous(), a_IR.mT.contiguous()
-    _, vectors_II = torch.linalg.eigh(matrix_OI.mT @ matrix_OI)  # eigenvalues ascend
-    a_RI = vectors_II[:, inputs - rank :].flip(1).mT.contiguous()
-    return matrix_OI @ a_RI.mT, a_RI

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from ltconvert.convert.transfer import (
     restore_full,
     student_options,
 )
+from ltconvert.distill.data import Batch, PackedStream
+from ltconvert.distill.input_squares import input_squares
 from ltconvert.distill.processes import wait_for_everyone
 from ltconvert.distill.records import StageRecord, read_record, versions
 from ltconvert.distill.run_identity import chain, check_owner, check_same_run, fingerprint
@@ -91,7 +95,28 @@ class Lineage:
         return self._tied() if self.ties else self._converted()
 
     def _tied(self) -> LT2ForCausalLM:
-        return origin_model(self.teacher.model, self.recipe.student.model_dump()).eval()
+        settings, squares = self.recipe.student, None
+        if settings.loop_calibration_tokens and settings.loop_rank:
+            first, outside = settings.prelude_layers or 0, settings.coda_layers or 0
+            layers = range(first, self.teacher.spec.num_layers - outside)
+            squares = input_squares(self.teacher.model, self._calibration_rows(), layers)
+        return origin_model(self.teacher.model, settings.model_dump(), squares).eval()
+
+    def _calibration_rows(self) -> Iterator[Batch]:
+        """The first training rows, the same in every process."""
+        tokens = self.recipe.student.loop_calibration_tokens
+        length = min(self.recipe.loop.seq_len_tokens, tokens)
+        stream = PackedStream(
+            self.recipe.data,
+            self.teacher.tokenizer,
+            split="train",
+            seq_len_tokens=length,
+            rows=1,
+            seed=self.recipe.seed,
+            rank=0,
+            world=1,
+        )
+        return islice(stream, tokens // length)
 
     def _converted(self) -> LT2ForCausalLM:
         """All layers converted but those that the recipe lists; tensors shared with the origin."""

@@ -68,6 +68,14 @@ class StudentSettings(Settings):
             " what tying changes; exact from the hidden width on"
         ),
     )
+    loop_calibration_tokens: int = Field(
+        8192,
+        ge=0,
+        description=(
+            "with `loop_start`: tokens of text on whose inputs the corrections are the best of"
+            " their rank; 0: on all inputs alike"
+        ),
+    )
 
     @field_validator("full_layers")
     @classmethod

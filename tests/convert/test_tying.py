@@ -11,12 +11,13 @@ import torch
 from helpers import FAMILIES, tiny_model, tiny_spec, tokens
 
 from ltconvert.convert.inspect import model_facts
+from ltconvert.convert.low_rank import RIDGE, low_rank
 from ltconvert.convert.mixers.linear import Linear
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.merge import in_loop
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import build_student, restore_full
-from ltconvert.convert.tying import STARTS, low_rank, tie_layers, tied_spec
+from ltconvert.convert.tying import STARTS, tie_layers, tied_spec
 from ltconvert.errors import UserError
 
 DENSE = tuple(family for family in FAMILIES if family != "ouro")
@@ -126,8 +127,32 @@ def test_low_rank_factors_reach_the_bound_of_eckart_and_young(shape: tuple[int, 
         torch.testing.assert_close(whole_b[:, :rank] @ whole_a[:rank], b @ a)
 
 
-def test_factors_of_nothing_can_learn() -> None:
-    b, a = low_rank(torch.zeros(6, 4, dtype=torch.float64), 2)
+@pytest.mark.parametrize("shape", [(7, 12), (12, 7)])
+def test_factors_for_given_inputs_have_the_least_mean_square_error_there(
+    shape: tuple[int, int],
+) -> None:
+    """Against the singular values of W times the inputs themselves, and against other matrices."""
+    matrix = torch.randn(shape, dtype=torch.float64)
+    inputs = torch.randn(50, shape[1], dtype=torch.float64)
+    inputs = inputs @ torch.randn(shape[1], shape[1], dtype=torch.float64)
+    squares = inputs.mT @ inputs / 50
+    # What the ridge stands for: further inputs, in every direction alike.
+    more = (50 * RIDGE * squares.diagonal().mean()).sqrt() * torch.eye(shape[1]).double()
+    seen = torch.cat([inputs, more])
+    tails = torch.linalg.svdvals(seen @ matrix.mT)
+    for rank in range(1, min(shape) + 1):
+        b, a = low_rank(matrix, rank, squares)
+        error = (seen @ (matrix - b @ a).mT).norm()
+        tail = tails[rank:].square().sum().sqrt()
+        torch.testing.assert_close(error, tail, atol=1e-9, rtol=1e-9)
+        plain_b, plain_a = low_rank(matrix, rank)
+        assert error <= (seen @ (matrix - plain_b @ plain_a).mT).norm() + 1e-9
+    torch.testing.assert_close(b @ a, matrix, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("squares", [None, torch.eye(4).double()])
+def test_factors_of_nothing_can_learn(squares: torch.Tensor | None) -> None:
+    b, a = low_rank(torch.zeros(6, 4, dtype=torch.float64), 2, squares)
     assert not (b @ a).any() and (b.any() or a.any())  # else both gradients are 0 for ever
 
 
@@ -147,7 +172,9 @@ def test_the_error_of_every_matrix_falls_with_the_rank_along_its_singular_values
                 linear: Any = looped.model.layers[index].get_submodule(name)
                 error = float((wanted - linear.weight_in(loop)).detach().norm())
                 base: Any = shared[index].get_submodule(name)
-                tail = torch.linalg.svdvals(wanted - base.weight)[rank:].square().sum().sqrt()
+                tail = (
+                    torch.linalg.svdvals(wanted - base.weight)[rank:].square().sum().sqrt().detach()
+                )
                 assert error == pytest.approx(float(tail), abs=1e-9)
                 assert error <= last.get((layer, name), 1e9) + 1e-9
                 last[layer, name] = error

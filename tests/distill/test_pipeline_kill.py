@@ -113,6 +113,7 @@ def _losses(path: Path) -> list[tuple[str, int, float]]:
                     "prelude_layers": 1,
                     "loop_start": "average",
                     "loop_rank": 2,
+                    "loop_calibration_tokens": 256,
                 },
                 "longctx": {"enabled": False},
             },

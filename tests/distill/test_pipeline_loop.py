@@ -15,7 +15,13 @@ from ltconvert.distill.pipeline import PipelineResult
 from ltconvert.errors import UserError
 
 # Three layers: a prelude and one physical layer that runs twice.
-LOOPED = {"loops": 2, "prelude_layers": 1, "loop_start": "average", "loop_rank": 2}
+LOOPED: dict[str, Any] = {
+    "loops": 2,
+    "prelude_layers": 1,
+    "loop_start": "average",
+    "loop_rank": 2,
+    "loop_calibration_tokens": 0,
+}
 OFF = {"enabled": False}
 
 
@@ -73,6 +79,15 @@ def test_the_teacher_is_left_as_it_was(
 ) -> None:
     fresh = load_teacher(str(case / "teacher")).model.state_dict()
     assert all(torch.equal(value, fresh[n]) for n, value in teacher.model.state_dict().items())
+
+
+def test_calibration_brings_the_start_closer(case: Path, teacher: Teacher, tmp_path: Path) -> None:
+    off = {"loop": OFF, "logits": OFF, "longctx": OFF}
+    kl = {}
+    for tokens in (0, 1024):
+        student = LOOPED | {"loop_rank": 8, "mixer": "full", "loop_calibration_tokens": tokens}
+        kl[tokens] = convert(teacher, case, tmp_path / str(tokens), student=student, **off).rows[0]
+    assert kl[1024]["kl"] < kl[0]["kl"]
 
 
 def test_at_full_rank_the_start_is_the_teacher(
