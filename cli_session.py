@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -245,7 +245,7 @@ def explain(error: Exception) -> tuple[str, int]:
         message = " ".join(error.format_message().split())
         return f"{message.rstrip('.')}; see --help", 2
     name = type(error).__name__
-    if name == "OutOfMemoryError" or "allocate memory" in text or isinstance(error, MemoryError):
+    if out_of_memory(error):
         advice = "lower micro_batch_rows or seq_len_tokens of the stage, see `ltconvert plan`"
         return f"out of memory: {advice} ({text[:160]})", 2
     if isinstance(error, OSError):

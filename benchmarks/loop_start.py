@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 
 from ltconvert import recipes
-from ltconvert.convert.mixers.linear import Linear
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import load_teacher
 from ltconvert.convert.tying import STARTS, tie_layers

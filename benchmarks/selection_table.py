@@ -15,6 +15,7 @@ from ltconvert.errors import UserError
 
 STUDY_FILE = "study.json"
 STAGES = ("select", "logits")
+STAGES_OF_ROWS = ("align", "logits", "longctx")
 Case = dict[str, Any]
 
 
@@ -31,6 +32,9 @@ def read_studies(folders: Sequence[Path]) -> list[dict[str, Any]]:
             raise UserError(f"--combine {folder}: no {STUDY_FILE} in it; name the --out of a study")
         studies.append(json.loads(path.read_text(encoding="utf-8")))
     seeds = [study["settings"]["recipe"].pop("seed") for study in studies]
+    for study in studies:  # rows at a time are the free memory's business
+        for stage in STAGES_OF_ROWS:
+            study["settings"]["recipe"].get(stage, {}).pop("micro_batch_rows", None)
     if len(set(seeds)) < len(seeds):
         raise UserError(f"--combine: the studies' seeds are {seeds}; name each seed once")
     for folder, study in zip(folders, studies, strict=True):

@@ -25,6 +25,9 @@ _AUTO_MAP = {
     "AutoConfig": f"{_SHIM_NAME}.LT2Config",
     "AutoModelForCausalLM": f"{_SHIM_NAME}.LT2ForCausalLM",
 }
+# `transformers serve` looks the first of these up among transformers' own classes, without regard
+# to the auto_map; this one heeds it.
+_ARCHITECTURES = ["AutoModelForCausalLM", "LT2ForCausalLM"]
 
 
 def save_student(
@@ -50,6 +53,7 @@ def save_student(
         partial.mkdir(parents=True)
         model.config.auto_map = dict(_AUTO_MAP)
         model.save_pretrained(partial, max_shard_size=max_shard_size)
+        _name_architectures(partial / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         (partial / f"{_SHIM_NAME}.py").write_text(_SHIM)
@@ -62,6 +66,13 @@ def save_student(
             f"cannot write the student to {folder}: {error}; free space or choose another --out"
         ) from error
     return folder
+
+
+def _name_architectures(config: Path) -> None:
+    """Put ours in the place of what ``save_pretrained`` wrote there, the class alone."""
+    saved = json.loads(config.read_text(encoding="utf-8"))
+    saved["architectures"] = _ARCHITECTURES
+    config.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
 
 
 def replace_folder(new: Path, target: Path) -> None:

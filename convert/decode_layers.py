@@ -17,8 +17,8 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ltconvert.convert.decode_weights import join, linears_of
 from ltconvert.convert.mixers.attention import Attention
-from ltconvert.convert.mixers.gdn import GatedDeltaNet
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.linear import LinearMixer, Place
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.static_layers import StaticKeys
@@ -27,25 +27,22 @@ from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_linear import GateActivation, decode_linear
 from ltconvert.kernels.decode_norm import decode_norm
 from ltconvert.kernels.decode_window import decode_window
-from ltconvert.kernels.gdn_step import gdn_step
 
 _ACTIVATIONS: dict[str, GateActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj", "rest_proj")
 
 
 @dataclass(frozen=True)
-class Now:
+class Now(Place):
     """What all visits of one step share; all of it on the device.
 
     Attributes:
-        rope: (cos, sin), each [B, D], by RoPE name.
         slots: by number of slots, where the new token goes, [B].
         used: by number of slots, how many are filled then, [B].
         outside: by window, whether a token of the row lies before it, [B].
         first: the slot of a cache that has one, [B].
     """
 
-    rope: dict[str, tuple[Tensor, Tensor]]
     slots: dict[int, Tensor]
     used: dict[int, Tensor]
     outside: dict[int, Tensor]
@@ -95,8 +92,8 @@ class AttentionStep(LayerStep):
         return o_BM if len(self.sizes) == 3 else o_BM * (2.0 * torch.sigmoid(y_BR[:, width:]))
 
 
-class GatedDeltaNetStep(LayerStep):
-    """The recurrence, its convolution and its gated norm."""
+class LinearStep(LayerStep):
+    """A recurrence, its convolution and its gated norm."""
 
     def mix(self, y_BR: Tensor, cache_layer: LinearAttentionLayer, now: Now) -> Tensor:
         """See ``LayerStep``."""
@@ -108,22 +105,15 @@ class GatedDeltaNetStep(LayerStep):
     def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
         """q, k, v, and the other projections in their order -> outputs of the heads, [B, H, D]."""
         mixer: Any = self.layer.mixer
-        gate_BM, beta_BH, decay_BH = others[:3]
-        return gdn_step(
-            qkv_BM, beta_BH, decay_BH, mixer.log_rate, mixer.rate_bias,
-            cache_layer.recurrent_states[0], mixer.out_norm_weight,
-            gate_BM.unflatten(1, (mixer.num_heads, mixer.head_dim)),
-            eps=mixer.spec.rms_norm_eps, gate_fn="2sigmoid",
-            conv_weight_CW=None if mixer.conv is None else mixer.conv.weight,
-            conv_history_BCP=None if mixer.conv is None else cache_layer.conv_states[0],
-        )  # fmt: skip
+        gate_BM, *rates = others[: 1 + len(mixer.RATES)]
+        return mixer.step(qkv_BM, gate_BM, rates, cache_layer, now)
 
 
-class WindowedGatedDeltaNetStep(GatedDeltaNetStep):
+class WindowedGatedDeltaNetStep(LinearStep):
     """The recurrence and a ring of keys under one softmax."""
 
     def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
-        """See ``GatedDeltaNetStep``."""
+        """See ``LinearStep``."""
         mixer: Any = self.layer.mixer
         linear_BHD = super().mix_heads(qkv_BM, others, cache_layer, now)
         q_BHD = _placed(qkv_BM, mixer, cache_layer, now, norms=False)
@@ -145,8 +135,8 @@ def layer_step(layer: DecoderLayer) -> LayerStep:
         return AttentionStep(layer)
     if isinstance(mixer, WindowedGatedDeltaNet):
         return WindowedGatedDeltaNetStep(layer)
-    if isinstance(mixer, GatedDeltaNet):
-        return GatedDeltaNetStep(layer)
+    if isinstance(mixer, LinearMixer):
+        return LinearStep(layer)
     raise ValueError(f"a {mixer.kind} mixer has no one-token step; use the model's own generate()")
 
 

@@ -66,6 +66,7 @@ class Step:
         tables = {name: rope(lengths_B[:, None]) for name, rope in ropes}
         return Now(
             rope={name: (cos[:, 0], sin[:, 0]) for name, (cos, sin) in tables.items()},
+            positions_B=lengths_B,
             slots={size: lengths_B % size for size in self.sizes},
             used={size: (lengths_B + 1).clamp(max=size) for size in self.sizes},
             outside={window: lengths_B >= window for window in self.windows},

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ltconvert.convert.mixers.linear import Linear
+from ltconvert.convert.mixers.projection import Linear
 
 
 def join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

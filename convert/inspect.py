@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ltconvert.convert.mixers.linear import Linear
+from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 
@@ -19,7 +20,7 @@ class LayerFacts:
     """One physical layer.
 
     Attributes:
-        mixer: ``full``, ``window`` or ``gdn``.
+        mixer: one of ``MIXERS``.
         window: tokens that its attention sees (the token itself counted), None for all or none.
         rope: name of its positions, None for none.
         visits: how often a forward pass runs it; each visit has a cache of its own.
@@ -160,8 +161,8 @@ def _layer_facts(
     return LayerFacts(
         layer=layer,
         mixer=kind,
-        window=None if kind == "gdn" else config.window(layer),
-        rope=None if kind == "gdn" else config.layer_rope[layer],
+        window=config.window(layer) if MIXERS[kind].keeps_keys else None,
+        rope=config.layer_rope[layer] if MIXERS[kind].uses_rope else None,
         visits=visits,
         parameters=count(block),
         mixer_parameters=count(block.mixer),
@@ -179,11 +180,12 @@ def _cache(config: LT2Config, layer: int, itemsize: int) -> tuple[int, int | Non
     window = config.window(layer)
     width = config.num_attention_heads * config.head_dim
     heads, state = config.num_key_value_heads, 0
-    if config.mixers[layer] in ("gdn", "gdn_window"):
+    mixer = MIXERS[config.mixers[layer]]
+    if mixer.keeps_state:
         history = 3 * width * ((config.conv_size or 1) - 1) * itemsize
         heads = config.num_attention_heads
         state = width * config.head_dim * torch.float32.itemsize + history
-    if config.mixers[layer] == "gdn":
+    if not mixer.keeps_keys:
         return 0, 0, state
     per_token = 2 * heads * config.head_dim * itemsize
     # The next token sees itself and window - 1 before it.

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 
 STAGES = ("loop", "align", "select", "logits", "longctx")  # in the order in which they run
 CompileSetting = Literal["auto", "off", "layers"]
+Mixer = Literal["gdn", "gdn_window", "kda", "deltanet", "mamba2", "retnet", "window", "full"]
 Method = Literal["kl", "kl-fast", "kl-greedy", "recall", "recall-greedy", "uniform", "list"]
 
 
@@ -25,9 +26,7 @@ class StudentSettings(Settings):
     """What the student is: its mixer, how many layers stay full, how it loops."""
 
     kind: Literal["lt2"] = Field("lt2", description="family of the student")
-    mixer: Literal["gdn", "gdn_window", "window", "full"] = Field(
-        "gdn", description="mixer of every converted layer"
-    )
+    mixer: Mixer = Field("gdn", description="mixer of every converted layer")
     full_layers: int | float | list[int] = Field(
         0.25,
         description="layers kept as full attention: a share (0.25), a count (8) or a list ([0, 4])",

@@ -18,7 +18,7 @@ from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.shapes import SHAPES, shape_spec
 from ltconvert.distill.evaluation import decode_bench, decode_work
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, out_of_memory
 
 CPU = ["--device", "cpu", "--precision", "fp32", "--steps", "2"]
 
@@ -104,6 +104,68 @@ def test_a_row_without_memory_says_so(
     assert [row.get("error") for row in rows] == [None, "out of memory"] * 2
     assert run(app, ["bench", "decode", *call, *CPU]) == 0
     assert "out of memory" in capsys.readouterr().out
+
+
+def test_contexts_beyond_all_memory_are_rows_among_the_others(
+    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """10^9 tokens are terabytes of the smallest teacher's keys, and nothing to windows alone."""
+    words = ["--contexts", "1000000k,8", "--batch", "1,8", "--plain", "--recipe", "window"]
+    plot = ["--plot", str(tmp_path / "x.png")]
+    rows = document(capsys, folders["teacher"], *words, "--full", "0.34", *plot)["rows"]
+    assert [(row["batch"], row.get("error")) for row in rows] == 2 * [
+        (batch, error) for batch in (1, 8) for error in 2 * ["out of memory"] + 2 * [None]
+    ]
+    assert (tmp_path / "x.png").exists()
+    rows = document(capsys, folders["teacher"], *words, "--full", "0")["rows"]
+    assert [row["model"] for row in rows if "error" in row] == 4 * ["teacher"]
+
+
+def test_a_model_without_memory_is_rows_too(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = decode_bench.random_model
+
+    def refuse(config: LT2Config, device: torch.device, dtype: torch.dtype) -> Any:
+        if set(config.mixers) == {"full"} and device.type != "meta":
+            raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1")
+        return real(config, device, dtype)
+
+    call = [folders["hybrid"], "--contexts", "4", "--batch", "1,2"]
+    whole = document(capsys, *call)["rows"]
+    monkeypatch.setattr(decode_bench, "random_model", refuse)
+    rows = document(capsys, *call)["rows"]
+    assert [row.get("error") for row in rows] == 2 * ["out of memory"] + 2 * [None]
+    for row, before in zip(rows, whole, strict=True):
+        assert row["step_bytes"] == before["step_bytes"]
+    monkeypatch.setattr(decode_bench, "free_memory", lambda: 1000)
+    rows = document(capsys, *call)["rows"]
+    assert [row.get("error") for row in rows] == 4 * ["out of memory"]
+
+
+def test_a_fault_that_is_not_about_memory_is_none_of_its_rows(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> float:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(decode_bench, "plain_seconds", fail)
+    call = [folders["teacher"], "--contexts", "4", "--batch", "1", "--plain"]
+    assert run(app, ["bench", "decode", *call, *CPU]) == 1
+    assert "illegal memory access" in capsys.readouterr().err
+
+
+def test_the_failed_capture_of_a_graph_is_about_memory_when_its_cause_is() -> None:
+    """What `torch.cuda.graph` raises on its way out hides what was raised inside."""
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
+    except RuntimeError as error:
+        assert out_of_memory(error)
+    assert out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ..."))
+    assert not out_of_memory(RuntimeError("CUDA error: operation failed due to a previous error"))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from ltconvert.convert.mixers.attention import Attention, Projections, WindowAttention
 from ltconvert.convert.mixers.context import SequenceContext
+from ltconvert.convert.mixers.deltanet import DeltaNet
 from ltconvert.convert.mixers.gdn import GatedDeltaNet
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.kda import KimiDeltaAttention
+from ltconvert.convert.mixers.linear import LinearMixer
+from ltconvert.convert.mixers.mamba2 import Mamba2
+from ltconvert.convert.mixers.retnet import Retention
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 MIXERS: dict[str, type[Projections]] = {
@@ -17,6 +22,10 @@ MIXERS: dict[str, type[Projections]] = {
     "window": WindowAttention,
     "gdn": GatedDeltaNet,
     "gdn_window": WindowedGatedDeltaNet,
+    "deltanet": DeltaNet,
+    "kda": KimiDeltaAttention,
+    "mamba2": Mamba2,
+    "retnet": Retention,
 }
 
 __all__ = ["MIXERS", "Projections", "SequenceContext", "make_mixer"]
@@ -38,8 +47,9 @@ def make_mixer(
     """
     if kind not in MIXERS:
         raise ValueError(f"unknown mixer {kind!r}; choose one of {', '.join(MIXERS)}")
-    if kind == "gdn":
-        return GatedDeltaNet(spec, layer, conv_size=conv_size)
+    made = MIXERS[kind]
+    if issubclass(made, LinearMixer) and not made.keeps_keys:
+        return made(spec, layer, conv_size=conv_size)
     window = spec.layer_windows[layer]
     narrow = min(window_tokens, window or window_tokens)
     if kind == "gdn_window":

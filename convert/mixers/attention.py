@@ -5,6 +5,8 @@ B rows, T new tokens, S keys, C hidden width, H query heads, G key/value heads, 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,8 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.flex import flex
-from ltconvert.convert.mixers.linear import Linear
 from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import rotated
 from ltconvert.convert.teachers.spec import TeacherSpec
 
@@ -23,6 +25,10 @@ class Projections(nn.Module):
 
     Where the loops of a layer have tensors of their own (``TeacherSpec.tied_rank``), these have.
 
+    Attributes:
+        keeps_keys, keeps_state: what a cache holds for it: keys and values, a recurrent state.
+        uses_rope: whether the layer's positions enter.
+
     Args:
         spec: the architecture.
         layer: the physical layer.
@@ -30,6 +36,9 @@ class Projections(nn.Module):
     """
 
     kind: str
+    keeps_keys: ClassVar[bool] = True
+    keeps_state: ClassVar[bool] = False
+    uses_rope: ClassVar[bool] = True
 
     def __init__(self, spec: TeacherSpec, layer: int, num_key_value_heads: int) -> None:
         super().__init__()

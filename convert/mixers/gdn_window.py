@@ -41,6 +41,7 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
     """
 
     kind = "gdn_window"
+    keeps_keys = uses_rope = True
 
     def __init__(
         self, spec: TeacherSpec, layer: int, *, conv_size: int | None, window: int
@@ -49,7 +50,6 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
         self.window = window
         own = spec.layer_windows[layer]
         self.closed = own is not None and own <= window
-        self.rope_name = spec.layer_rope[layer]
         self.rest_proj = nn.Linear(spec.hidden_size, self.num_heads)
         self.reset_parameters()
 

@@ -10,8 +10,8 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ltconvert.convert.mixers import Projections, SequenceContext
-from ltconvert.convert.mixers.linear import Linear
 from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 

@@ -6,7 +6,7 @@ all layers is its teacher by construction. B rows, T tokens, C hidden width, V v
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -100,9 +100,31 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} is not supported "
-                "by LT2; leave it out, or pass a StaticCache as past_key_values"
+                "by LT2; leave it out (and the --compile of `transformers serve`), or pass a "
+                "StaticCache as past_key_values"
             )
         model_kwargs[CACHE_NAME] = self.new_cache()
+
+    @property
+    def init_continuous_batching(self) -> NoReturn:  # type: ignore[override]
+        """Not there, and so `transformers serve` answers one request after the other.
+
+        Its paged cache has a place for keys and values of a layer, none for loops and states.
+        """
+        raise AttributeError
+
+    def generate_batch(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
+        """Refused, see ``init_continuous_batching``.
+
+        Raises:
+            ValueError: says what to call.
+        """
+        raise ValueError(
+            "continuous batching is not supported by LT2, whose loops and states no paged cache "
+            "holds; call generate() with the rows of a batch padded at the left"
+        )
+
+    continuous_batching_context_manager = generate_batch
 
 
 def exit_probabilities(exit_logits_BTL: Tensor) -> Tensor:

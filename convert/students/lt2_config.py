@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
+from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.loop import Step, make_schedule
 from ltconvert.convert.teachers.spec import TeacherSpec
 
@@ -104,10 +105,9 @@ class LT2Config(PreTrainedConfig):
         return window
 
     def _layer_type(self, layer: int) -> str:
-        if self.mixers[layer] == "gdn":
-            return "linear_attention"
-        if self.mixers[layer] == "gdn_window":
-            return "hybrid_sliding"
+        mixer = MIXERS.get(self.mixers[layer])  # an unknown one is refused when it is made
+        if mixer is not None and mixer.keeps_state:
+            return "hybrid_sliding" if mixer.keeps_keys else "linear_attention"
         return "full_attention" if self.window(layer) is None else "sliding_attention"
 
     @classmethod

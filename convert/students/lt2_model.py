@@ -17,8 +17,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
 from ltconvert.convert.mixers.attention import Attention, ZeroLinear
-from ltconvert.convert.mixers.linear import Linear
 from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import Rope
 from ltconvert.convert.students.blocks import DecoderLayer, LayerCall, run_layer
 from ltconvert.convert.students.cache import LoopCache

@@ -7,8 +7,8 @@ import copy
 import torch
 from torch import nn
 
-from ltconvert.convert.mixers.linear import Linear
 from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.students.blocks import DecoderLayer
 
 

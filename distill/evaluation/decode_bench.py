@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import tensors_of
 from ltconvert.distill.evaluation import decode_work as work
 from ltconvert.distill.evaluation.decode_models import random_model
+from ltconvert.distill.planning.machine import free_memory
+from ltconvert.errors import out_of_memory
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -56,14 +59,16 @@ def bench(
         ``model``, ``path`` (``fast`` or ``plain``), ``batch``, ``context``, ``cache_bytes``,
         ``step_bytes`` (which a step cannot but move), ``roofline_tokens_per_second`` (those bytes
         at the speed of a copy) and ``ms_per_step``, ``tokens_per_second`` (of all rows),
-        ``roofline_share``, ``peak_bytes`` (None on a CPU); or ``error`` in place of the last four.
+        ``roofline_share``, ``peak_bytes`` (None on a CPU); or ``error`` in place of the last four,
+        where model, cache or step do not fit into memory; the other rows are measured then, too.
     """
     bandwidth = work.copy_bandwidth(device)
     paths = {"fast": fast_seconds} | ({"plain": plain_seconds} if plain else {})
     for name, config in configs.items():
-        model = random_model(config, device, dtype)
+        shape = random_model(config, torch.device("meta"), dtype)
+        model = _in_memory(config, device, dtype, sum(p.nbytes for p in shape.parameters()))
         for case in (Case(batch, context, steps) for batch in batches for context in contexts):
-            floor = _floor(model, case, bandwidth)
+            floor = _floor(shape, case, bandwidth)
             for path, seconds in paths.items():
                 row = {"model": name, "path": path, "batch": case.batch, "context": case.context}
                 yield row | floor | _measured(seconds, model, case, floor)
@@ -132,26 +137,36 @@ def _floor(model: LT2ForCausalLM, case: Case, bandwidth: float) -> dict[str, Any
     }
 
 
+def _in_memory(
+    config: LT2Config, device: torch.device, dtype: torch.dtype, weights: int
+) -> LT2ForCausalLM | None:
+    """The model, or None where its ``weights`` bytes find no room."""
+    model = None
+    if _there_is_room(weights, device):
+        with _no_room_is_no_fault():
+            model = random_model(config, device, dtype)
+    _free(device)
+    return model
+
+
 def _measured(
     seconds_of: Callable[[LT2ForCausalLM, Case], float],
-    model: LT2ForCausalLM,
+    model: LT2ForCausalLM | None,
     case: Case,
     floor: dict[str, Any],
 ) -> dict[str, Any]:
+    """What was measured, or ``error`` where model, cache or step found no room."""
+    if model is None or not _there_is_room(floor["cache_bytes"], model.device):
+        return {"error": OUT_OF_MEMORY}
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
-    try:
+    seconds = None
+    with _no_room_is_no_fault():
         seconds = seconds_of(model, case)
-    except (RuntimeError, MemoryError) as error:
-        text = str(error).lower()
-        if isinstance(error, RuntimeError) and not (
-            OUT_OF_MEMORY in text or "allocate memory" in text
-        ):
-            raise
+    _free(model.device)
+    if seconds is None:
         return {"error": OUT_OF_MEMORY}
-    finally:
-        _free(model.device)
     speed = case.batch / seconds
     return {
         "ms_per_step": 1000 * seconds,
@@ -159,6 +174,23 @@ def _measured(
         "roofline_share": speed / floor["roofline_tokens_per_second"],
         "peak_bytes": torch.cuda.max_memory_allocated(model.device) if on_gpu else None,
     }
+
+
+@contextmanager
+def _no_room_is_no_fault() -> Iterator[None]:
+    """Swallow that memory was refused, and nothing else."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+
+
+def _there_is_room(needed: int, device: torch.device) -> bool:
+    """Whether it is worth trying. A GPU refuses what it does not have; an operating system promises
+    main memory that it does not have, and kills who takes it.
+    """
+    return device.type != "cpu" or needed <= free_memory()
 
 
 def _free(device: torch.device) -> None:

@@ -12,6 +12,7 @@ Activations are what autograd keeps, measured on the reference kernels: bytes a 
 from __future__ import annotations
 
 from ltconvert.convert.inspect import LayerFacts, ModelFacts
+from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import batch_shape
@@ -35,6 +36,9 @@ _SAVED = {
 _SAVED_SANDWICH, _SAVED_QK_NORM = 16, 16
 # Corrections of a loop's own: of the rank, for each matrix of the mixer and of the MLP.
 _SAVED_CORRECTION, _MIXER_MATRICES, _MLP_MATRICES = {"fp32": 4, "bf16": 2}, 4, 3
+# Beside what Gated DeltaNet keeps, of heads * head_dim: decays a channel; queries and keys before
+# their norms, and v times the step; the same and positions.
+_SAVED_BESIDE_GDN = {"kda": 12, "mamba2": 12, "retnet": 16}
 # A window beside the recurrence: of heads * head_dim, and of each head and token of the window,
 # whose scores stand in memory in plain PyTorch.
 _SAVED_WINDOW = {"fp32": 21, "bf16": 17}
@@ -187,10 +191,10 @@ def saved_bytes(
 
     Without ``mlp`` the mixer's part, without ``scores`` none of a window beside a recurrence.
     """
-    linear = layer.mixer in ("gdn", "gdn_window")
+    linear = MIXERS[layer.mixer].keeps_state
     hidden, intermediate, heads = _SAVED["gdn" if linear else "full", precision]
     width = spec.num_attention_heads * spec.head_dim
-    total = heads * width
+    total = (heads + _SAVED_BESIDE_GDN.get(layer.mixer, 0)) * width
     if layer.mixer == "gdn_window":
         assert layer.window is not None
         total += _SAVED_WINDOW[precision] * width

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ltconvert.convert.inspect import ModelFacts
+from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import student_options
@@ -25,6 +26,16 @@ from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe
 # small products take the rest. Assumed, not measured: `plan(tokens_per_second=...)` takes a speed
 # that is known.
 EFFICIENCY = {"cpu": 0.4, "cuda": 0.35}
+# Products of a recurrence: within a chunk with its tokens (half of each, it is causal), across
+# chunks with the state. Where channels have decays, two of the delta rule's first are six each.
+PRODUCTS = {
+    "deltanet": (5, 3),
+    "gdn": (5, 3),
+    "gdn_window": (5, 3),
+    "kda": (15, 3),
+    "mamba2": (2, 2),
+    "retnet": (2, 2),
+}
 # AdamW reads weight, gradient and two moments and writes three of them back; clipping reads the
 # gradient once more.
 OPTIMISER_BYTES = 32
@@ -145,10 +156,10 @@ def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) 
     facts = model.layers[layer]
     width = spec.num_attention_heads * spec.head_dim
     flops = 2.0 * facts.visited[1]
-    if facts.mixer in ("gdn", "gdn_window"):
-        # Within a chunk five products with its tokens, across chunks three with the state.
-        flops += width * (5 * CHUNK_TOKENS + 6 * spec.head_dim)
-    if facts.mixer == "gdn":
+    if facts.mixer in PRODUCTS:
+        within, across = PRODUCTS[facts.mixer]
+        flops += width * (within * CHUNK_TOKENS + 2 * across * spec.head_dim)
+    if not MIXERS[facts.mixer].keeps_keys:
         return flops
     seen = length / 2 if facts.window is None else min(length / 2, facts.window)
     return flops + 4 * width * seen

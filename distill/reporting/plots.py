@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEACHER, STUDENT = "#555555", "#1f6fb2"
-COLOURS = {"full": "#e8903a", "window": "#7fb069", "gdn": "#1f6fb2", "gdn_window": "#2a9d8f"}
+COLOURS = {
+    "full": "#e8903a",
+    "window": "#7fb069",
+    "gdn": "#1f6fb2",
+    "gdn_window": "#2a9d8f",
+    "deltanet": "#6a8caf",
+    "kda": "#4b4e9e",
+    "mamba2": "#9467bd",
+    "retnet": "#c45b8a",
+}
 OTHER_COLOUR = "#b0b0b0"
 
 

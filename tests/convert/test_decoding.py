@@ -21,6 +21,8 @@ MIXERS = {
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn", "gdn_window"],
+    "delta": ["kda", "deltanet", "kda"],
+    "decay": ["retnet", "retnet", "mamba2"],
     "hybrid": ["gdn", "full", "window"],
 }
 LENGTHS, NEW = (11, 3, 7), 9
@@ -77,7 +79,7 @@ def test_greedy_tokens_are_those_of_generate(family: str, mixers: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("mixers", ["hybrid", "gdn_window"])
+@pytest.mark.parametrize("mixers", ["hybrid", "gdn_window", "delta", "decay"])
 @pytest.mark.parametrize("family", ["llama", "ouro", "qwen2"])
 def test_every_option_of_a_student(family: str, mixers: str, options: dict[str, Any]) -> None:
     model = model_of(family, mixers, **options)

@@ -15,6 +15,8 @@ MIXERS = {
     "linear": ["gdn"] * NUM_LAYERS,
     "windowed": ["gdn_window"] * NUM_LAYERS,
     "hybrid": ["gdn", "full", "window"],
+    "delta": ["kda", "deltanet", "kda"],
+    "decay": ["retnet", "retnet", "mamba2"],
 }
 
 

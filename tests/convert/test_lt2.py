@@ -20,6 +20,8 @@ MIXERS = {
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn_window", "gdn_window"],
+    "delta": ["kda", "deltanet", "kda"],
+    "decay": ["retnet", "retnet", "mamba2"],
     "hybrid": ["gdn", "full", "window"],
 }
 CASES = [(family, name) for family in FAMILIES for name in MIXERS]
@@ -192,8 +194,14 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(family: str, loops: int)
         torch.testing.assert_close(wide(ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mixers", ["hybrid", "hybrid tied"])
+@pytest.mark.parametrize(
+    ("family", "mixers"),
+    [
+        *((family, name) for family in FAMILIES for name in ("hybrid", "hybrid tied")),
+        ("llama", "delta"),
+        ("llama", "decay"),
+    ],
+)
 def test_a_reloaded_student_is_the_live_one_in_a_fresh_process(
     family: str, mixers: str, tmp_path
 ) -> None:

@@ -16,6 +16,8 @@ MIXERS = {
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn", "gdn_window"],
+    "delta": ["kda", "deltanet", "kda"],
+    "decay": ["retnet", "retnet", "mamba2"],
     "hybrid": ["gdn", "full", "window"],
 }
 

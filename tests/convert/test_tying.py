@@ -12,7 +12,7 @@ from helpers import FAMILIES, tiny_model, tiny_spec, tokens
 
 from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.low_rank import RIDGE, low_rank
-from ltconvert.convert.mixers.linear import Linear
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.merge import in_loop
 from ltconvert.convert.teachers.spec import TeacherSpec

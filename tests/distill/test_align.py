@@ -67,10 +67,12 @@ def mixer_gradients(student: LT2ForCausalLM) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "tied"])
-@pytest.mark.parametrize("mixer", ["gdn", "window"])
-def test_local_backwards_equal_one_global_loss(family: str, mixer: str) -> None:
+@pytest.mark.parametrize(
+    "mixers", [["gdn"] * 3, ["window"] * 3, ["kda", "mamba2", "retnet"]], ids="-".join
+)
+def test_local_backwards_equal_one_global_loss(family: str, mixers: list[str]) -> None:
     tied = {"family": "qwen2", "num_loops": 3, "tied_rank": 2} if family == "tied" else {}
-    teacher, student = pair(**({"family": family, "mixers": [mixer] * 3} | tied))
+    teacher, student = pair(**({"family": family, "mixers": mixers} | tied))
     batch = packed(padding=4)
     objective = AlignObjective(teacher, student)
     parts: list[Tensor] = []
@@ -166,10 +168,11 @@ def test_a_window_that_covers_the_row_starts_without_error() -> None:
     assert metrics["loss"].item() < 1e-10
 
 
+@pytest.mark.parametrize("mixer", ["gdn", "deltanet", "kda", "mamba2", "retnet"])
 @pytest.mark.parametrize("family", ["llama", "ouro"])
-def test_calibration_gives_every_channel_the_teachers_size(family: str) -> None:
+def test_calibration_gives_every_channel_the_teachers_size(family: str, mixer: str) -> None:
     teacher = tiny_model(tiny_spec(family)).requires_grad_(False)
-    student = build_student(teacher, ["gdn", "full", "window"], share=True)
+    student = build_student(teacher, [mixer, "full", "window"], share=True)
     batches = [packed(padding=3), packed(rows=1)]
     inputs: list[Tensor] = []
 

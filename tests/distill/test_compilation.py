@@ -30,6 +30,7 @@ from ltconvert.kernels import dispatch
 from ltconvert.recipes.schema import LogitsSettings
 
 MIXERS = ["gdn", "full", "window", "gdn", "gdn_window", "gdn_window"]
+LINEAR = ["deltanet", "kda", "mamba2", "retnet", "kda", "retnet"]
 ON = Choice(True, "a test")
 
 
@@ -45,7 +46,9 @@ def packed(length: int = 16) -> Batch:
     return Batch(ids_BT, segments_BT, ids_BT.roll(-1, 1), keep_BT).to("cpu")
 
 
-def pair(family: str = "llama", *, share: bool = False) -> tuple[LT2ForCausalLM, LT2ForCausalLM]:
+def pair(
+    family: str = "llama", mixers: list[str] = MIXERS, *, share: bool = False
+) -> tuple[LT2ForCausalLM, LT2ForCausalLM]:
     tied = {"family": "qwen2", "num_loops": 2, "tied_rank": 3} if family == "tied" else {}
     spec = tiny_spec(
         **({"family": family} | tied),
@@ -55,7 +58,7 @@ def pair(family: str = "llama", *, share: bool = False) -> tuple[LT2ForCausalLM,
         head_dim=16,
     )
     teacher = tiny_model(spec).requires_grad_(False)
-    student = build_student(teacher, MIXERS, {"window_tokens": 4}, share=share)
+    student = build_student(teacher, mixers, {"window_tokens": 4}, share=share)
     for seed, layer in enumerate(student.model.layers):
         if layer.mixer.kind != "full":
             scatter(layer.mixer, seed + 1)
@@ -71,6 +74,10 @@ def logits(family: str) -> LogitsObjective:
 
 def align(family: str) -> AlignObjective:
     return AlignObjective(*pair(family, share=True))
+
+
+def align_linear(family: str) -> AlignObjective:
+    return AlignObjective(*pair(family, LINEAR, share=True))
 
 
 def step(objective: Any, *, bf16: bool = False) -> dict[str, torch.Tensor]:
@@ -99,8 +106,10 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         (align, "ouro", "reference"),
         (logits, "tied", "reference"),
         (align, "tied", "reference"),
+        (align_linear, "ouro", "reference"),
         pytest.param(logits, "llama", "triton", marks=pytest.mark.slow),
         pytest.param(align, "llama", "triton", marks=pytest.mark.slow),
+        pytest.param(align_linear, "llama", "triton", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_step_and_no_break_in_a_layer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from pipeline_case import convert, make_case, make_recipe
 
+from ltconvert import recipes
 from ltconvert.convert.checkpoint import load_student, read_provenance
 from ltconvert.convert.teachers.load import Teacher, load_teacher
 from ltconvert.distill import pipeline
@@ -207,6 +209,38 @@ def test_disabled_stages_leave_no_trace(case: Path, teacher: Teacher, tmp_path: 
     assert result.student.config.mixers == ["gdn", "full", "gdn"]
     attention = result.student.model.layers[1].mixer.state_dict()
     assert same(dict(attention), dict(teacher.model.model.layers[1].mixer.state_dict()))
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_converts(name: str, case: Path, teacher: Teacher, tmp_path: Path) -> None:
+    """Its student, its way to choose layers and its stages, at toy size."""
+    loaded = recipes.load(name)
+    few = {"budget_tokens": 128}
+    student = {"full_layers": 1, "window_tokens": 8} | loaded["student"]
+    if isinstance(share := student["full_layers"], float):
+        student["full_layers"] = round(3 * share + 0.4)  # one of three
+    enabled = {
+        stage: {"enabled": loaded.get(stage, {}).get("enabled", True)}
+        for stage in ("align", "select")
+    }
+    method = {"method": loaded.get("select", {}).get("method", "kl-fast"), "recall_examples": 2}
+    if method["method"].startswith("recall"):
+        method["seq_len_tokens"] = 320  # what an example takes with this tokenizer
+    result = convert(
+        teacher,
+        case,
+        tmp_path,
+        student=student,
+        align=few | enabled["align"],
+        select=method | enabled["select"],
+        logits=few,
+        longctx={"enabled": False},
+    )
+    mixer = loaded["student"].get("mixer", "gdn")
+    assert result.student.config.mixers.count("full") == student["full_layers"]
+    assert set(result.student.config.mixers) <= {"full", mixer}
+    assert same(weights(result.student_dir), dict(result.student.state_dict()))
+    assert all(math.isfinite(row["kl"]) for row in result.rows)
 
 
 def test_a_choice_left_open_without_select_is_refused(

@@ -36,6 +36,7 @@ from ltconvert.distill.planning.work import forward_flops
 from ltconvert.distill.records import RECIPE_FILE
 from ltconvert.errors import UserError
 from ltconvert.kernels import dispatch
+from ltconvert.kernels.chunkwise.spans import CHUNK_TOKENS
 from ltconvert.recipes.schema import Recipe
 
 GIB = 1 << 30
@@ -164,7 +165,9 @@ def test_logits_on_a_gpu_are_two_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("mixer", ["full", "gdn", "gdn_window"])
+@pytest.mark.parametrize(
+    "mixer", ["full", "gdn", "gdn_window", "deltanet", "kda", "mamba2", "retnet"]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "ouro", "tied"])
 def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, precision: str) -> None:
     """The growth of saved memory with one more layer and with more tokens."""
@@ -254,6 +257,23 @@ def test_flops_of_a_dense_model_are_two_a_weight_and_token() -> None:
     width = spec.num_attention_heads * spec.head_dim
     attention = forward_flops(facts, spec, 1000) - without_attention
     assert attention == pytest.approx(3 * 4 * width * 500)
+
+
+def test_work_of_linear_mixers() -> None:
+    """A token costs the same in rows of any length; corrections and decays a channel cost more."""
+    spec, work = tiny_spec(), {}
+    for kind in ("full", "deltanet", "gdn", "kda", "mamba2", "retnet"):
+        facts = model_facts(LT2Config.from_spec(spec, [kind] * 3))
+        weights = sum(2 * x.parameters for x in facts.layers)
+        short, long = (forward_flops(facts, spec, n, head=False) for n in (100, 10_000))
+        assert (short == long) == (kind != "full")
+        work[kind] = short - weights
+    assert work["mamba2"] == work["retnet"] < work["deltanet"] == work["gdn"] < work["kda"]
+    # Of Mamba-2, a head and token: q.k and the sum over values of half a chunk of tokens, and with
+    # the state one product that reads and one that writes; two operations each.
+    width = spec.head_dim
+    one = 2 * (2 * CHUNK_TOKENS / 2 * width + 2 * width * width)
+    assert work["mamba2"] == pytest.approx(3 * spec.num_attention_heads * one)
 
 
 def test_loops_multiply_the_work() -> None:

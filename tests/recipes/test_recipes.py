@@ -29,7 +29,8 @@ def test_every_recipe_resolves_with_every_budget(name: str, budget: str | None) 
 
 
 def test_shipped_names() -> None:
-    assert {"hybrid25", "hybrid12", "linear-gdn", "window"} <= set(recipes.names())
+    assert {"hybrid25", "hybrid12", "window"} <= set(recipes.names())
+    assert {f"linear-{kind}" for kind in ("gdn", "kda", "mamba2", "retnet")} <= set(recipes.names())
     assert recipes.budgets() == ["demo", "small", "full"]
 
 
@@ -118,7 +119,8 @@ def test_values_from_the_command_line(text: str, section: str, key: str, value: 
         ("student.full_layers=0,0", "student.full_layers: a list of layers names each once"),
         (
             "student.mixer=gdm",
-            "student.mixer: input should be 'gdn', 'gdn_window', 'window' or 'full'",
+            "student.mixer: input should be 'gdn', 'gdn_window', 'kda', 'deltanet', 'mamba2', "
+            "'retnet', 'window' or 'full'",
         ),
         ("student.window_tokens=2048", "align.seq_len_tokens 2048 shows nothing outside"),
         ("align.batch_tokens=8", "align: batch_tokens 8 is less than one forward pass"),
