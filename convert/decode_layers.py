@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ltconvert.convert.decode_weights import join, linears_of
-from ltconvert.convert.mixers.attention import Attention
-from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
-from ltconvert.convert.mixers.linear import LinearMixer, Place
+from ltconvert.convert.mixers.linear import Place
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.static_layers import StaticKeys
@@ -29,7 +27,10 @@ from ltconvert.kernels.decode_norm import decode_norm
 from ltconvert.kernels.decode_window import decode_window
 
 _ACTIVATIONS: dict[str, GateActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj", "rest_proj")
+_PROJECTIONS = (
+    "q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj", "rest_proj",
+    "index_q_proj", "index_k_proj", "index_weight_proj", "branch_proj",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class AttentionStep(LayerStep):
     def mix(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
         """See ``LayerStep``."""
         spec, width = self.layer.mixer.spec, sum(self.sizes[:3])
-        q_BHD = _placed(y_BR[:, :width], self.layer.mixer, cache_layer, now, norms=True)
+        q_BHD = placed(y_BR[:, :width], self.layer.mixer, cache_layer, now, norms=True)
         o_BHD = decode_attention(
             q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots],
             scale=spec.attention_scale, soft_cap=spec.attention_softcap,
@@ -116,28 +117,12 @@ class WindowedGatedDeltaNetStep(LinearStep):
         """See ``LinearStep``."""
         mixer: Any = self.layer.mixer
         linear_BHD = super().mix_heads(qkv_BM, others, cache_layer, now)
-        q_BHD = _placed(qkv_BM, mixer, cache_layer, now, norms=False)
+        q_BHD = placed(qkv_BM, mixer, cache_layer, now, norms=False)
         return decode_window(
             q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots],
             linear_BHD, others[3], now.outside[mixer.window],
             scale=mixer.spec.attention_scale, soft_cap=mixer.spec.attention_softcap,
         )  # fmt: skip
-
-
-def layer_step(layer: DecoderLayer) -> LayerStep:
-    """The one-token form of a layer.
-
-    Raises:
-        ValueError: its mixer has none.
-    """
-    mixer = layer.mixer
-    if isinstance(mixer, Attention):
-        return AttentionStep(layer)
-    if isinstance(mixer, WindowedGatedDeltaNet):
-        return WindowedGatedDeltaNetStep(layer)
-    if isinstance(mixer, LinearMixer):
-        return LinearStep(layer)
-    raise ValueError(f"a {mixer.kind} mixer has no one-token step; use the model's own generate()")
 
 
 def _add(x_BM: Tensor, linear: nn.Linear, norm: nn.Module, residual_BC: Tensor) -> Tensor:
@@ -171,7 +156,7 @@ def _head_norms(mixer: Any) -> dict[str, Any]:
     }
 
 
-def _placed(qkv_BM: Tensor, mixer: Any, cache: StaticKeys, now: Now, *, norms: bool) -> Tensor:
+def placed(qkv_BM: Tensor, mixer: Any, cache: StaticKeys, now: Now, *, norms: bool) -> Tensor:
     """Queries [B, H, D] with positions; keys and values go into the cache."""
     cos_BD, sin_BD = (None, None) if mixer.rope_name is None else now.rope[mixer.rope_name]
     return decode_heads(

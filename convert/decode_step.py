@@ -10,7 +10,22 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ltconvert.convert.decode_layers import LayerStep, Now, layer_step, norm_of, normed
+from ltconvert.convert.decode_layers import (
+    AttentionStep,
+    LayerStep,
+    LinearStep,
+    Now,
+    WindowedGatedDeltaNetStep,
+    norm_of,
+    normed,
+)
+from ltconvert.convert.decode_sparse import BlockSparseAttentionStep, SparseAttentionStep
+from ltconvert.convert.mixers.attention import Attention
+from ltconvert.convert.mixers.dsa import SparseAttention
+from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.linear import LinearMixer
+from ltconvert.convert.mixers.nsa import BlockSparseAttention
+from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.merge import in_loop
 from ltconvert.convert.students.static_cache import StaticCache
@@ -91,3 +106,23 @@ def _layer_steps(model: LT2ForCausalLM) -> list[LayerStep]:
             steps[key] = layer_step(layer if loops == 1 else in_loop(layer, visit.loop))
         found.append(steps[key])
     return found
+
+
+def layer_step(layer: DecoderLayer) -> LayerStep:
+    """The one-token form of a layer.
+
+    Raises:
+        ValueError: its mixer has none.
+    """
+    mixer = layer.mixer
+    if isinstance(mixer, SparseAttention):
+        return SparseAttentionStep(layer)
+    if isinstance(mixer, BlockSparseAttention):
+        return BlockSparseAttentionStep(layer)
+    if isinstance(mixer, Attention):
+        return AttentionStep(layer)
+    if isinstance(mixer, WindowedGatedDeltaNet):
+        return WindowedGatedDeltaNetStep(layer)
+    if isinstance(mixer, LinearMixer):
+        return LinearStep(layer)
+    raise ValueError(f"a {mixer.kind} mixer has no one-token step; use the model's own generate()")

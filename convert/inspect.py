@@ -22,10 +22,13 @@ class LayerFacts:
     Attributes:
         mixer: one of ``MIXERS``.
         window: tokens that its attention sees (the token itself counted), None for all or none.
+        attended: tokens that a query attends to at most, where it chooses them among all.
+        choosing_width: multiplications that looking at one token costs a query that chooses.
         rope: name of its positions, None for none.
         visits: how often a forward pass runs it; each visit has a cache of its own.
         parameters, mixer_parameters: of the layer, and of its mixer alone.
         own_parameters, mixer_own_parameters: of these, what is one loop's own, all loops together.
+        aligned_parameters: of its mixer, those that the stage `align` trains.
         cache_bytes_per_token: over all visits, growing with every token.
         cache_tokens: tokens after which the cache stops growing, None where it never does.
         state_bytes: over all visits, whatever the context (recurrent state, convolution history).
@@ -34,12 +37,15 @@ class LayerFacts:
     layer: int
     mixer: str
     window: int | None
+    attended: int | None
+    choosing_width: float
     rope: str | None
     visits: int
     parameters: int
     mixer_parameters: int
     own_parameters: int
     mixer_own_parameters: int
+    aligned_parameters: int
     cache_bytes_per_token: int
     cache_tokens: int | None
     state_bytes: int
@@ -162,12 +168,15 @@ def _layer_facts(
         layer=layer,
         mixer=kind,
         window=config.window(layer) if MIXERS[kind].keeps_keys else None,
+        attended=config.attended(layer),
+        choosing_width=_choosing_width(config, layer),
         rope=config.layer_rope[layer] if MIXERS[kind].uses_rope else None,
         visits=visits,
         parameters=count(block),
         mixer_parameters=count(block.mixer),
         own_parameters=count_own(block),
         mixer_own_parameters=count_own(block.mixer),
+        aligned_parameters=sum(p.numel() for p in block.mixer.aligned_parameters()),
         cache_bytes_per_token=visits * per_token,
         cache_tokens=limit,
         state_bytes=visits * state,
@@ -188,5 +197,20 @@ def _cache(config: LT2Config, layer: int, itemsize: int) -> tuple[int, int | Non
     if not mixer.keeps_keys:
         return 0, 0, state
     per_token = 2 * heads * config.head_dim * itemsize
+    if config.mixers[layer] == "dsa":
+        window = None  # all keys are kept
+        per_token += config.head_dim * itemsize  # the indexer's key
+    if config.mixers[layer] == "nsa":
+        state = per_token  # the slot that is nobody's
+        per_token += per_token // config.block_tokens
     # The next token sees itself and window - 1 before it.
     return per_token, None if window is None else window - 1, state
+
+
+def _choosing_width(config: LT2Config, layer: int) -> float:
+    """Multiplications a query and token: an indexer's heads, or the compressed keys and values."""
+    if config.attended(layer) is None:
+        return 0.0
+    if config.mixers and config.mixers[layer] == "dsa":
+        return float(config.index_heads * config.head_dim)
+    return 3.0 * config.num_attention_heads * config.head_dim / config.block_tokens

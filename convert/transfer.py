@@ -146,7 +146,10 @@ def student_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str,
         ValueError: more loops than the teacher has, no core left between prelude and coda, or
             other loops than a teacher whose loops have tensors of their own.
     """
-    names = ("window_tokens", "short_conv", "conv_size", "sdpa_gate", "loop_residual")
+    names = (
+        "window_tokens", "short_conv", "conv_size", "top_k_tokens", "index_heads", "block_tokens",
+        "chosen_blocks", "sdpa_gate", "loop_residual",
+    )  # fmt: skip
     options = {name: settings[name] for name in names}
     for name, own in _loops_of(spec).items():
         options[name] = own if settings[name] is None else settings[name]

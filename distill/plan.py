@@ -157,7 +157,7 @@ def _row(
     work = stage_work(stage, recipe, models)
     trained = {
         "loop": models.origin.parameters,
-        "align": models.mixer_parameters,
+        "align": models.aligned_parameters,
         "select": 0,
     }.get(stage, models.hybrid.parameters)
     if stage == "select" and recipe.select.method == "kl" and work.steps:

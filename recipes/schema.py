@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 
 STAGES = ("loop", "align", "select", "logits", "longctx")  # in the order in which they run
 CompileSetting = Literal["auto", "off", "layers"]
-Mixer = Literal["gdn", "gdn_window", "kda", "deltanet", "mamba2", "retnet", "window", "full"]
+Mixer = Literal[
+    "gdn", "gdn_window", "kda", "deltanet", "mamba2", "retnet", "dsa", "nsa", "window", "full"
+]
 Method = Literal["kl", "kl-fast", "kl-greedy", "recall", "recall-greedy", "uniform", "list"]
 
 
@@ -34,7 +36,17 @@ class StudentSettings(Settings):
     window_tokens: int = Field(
         128,
         gt=0,
-        description="window of `window` and `gdn_window` mixers, the token itself counted",
+        description="window of `window`, `gdn_window` and `nsa` mixers, the token itself counted",
+    )
+    top_k_tokens: int = Field(
+        2048, gt=0, description="tokens that a query of a `dsa` mixer attends to"
+    )
+    index_heads: int = Field(
+        4, gt=0, description="heads of the indexer that chooses them, as wide as the teacher's"
+    )
+    block_tokens: int = Field(32, gt=0, description="size of the blocks of an `nsa` mixer")
+    chosen_blocks: int = Field(
+        16, gt=0, description="blocks that a query of an `nsa` mixer attends to, its window aside"
     )
     short_conv: bool = Field(
         True, description="causal depthwise convolution on q, k, v (starts as the identity)"
@@ -75,6 +87,18 @@ class StudentSettings(Settings):
             " their rank; 0: on all inputs alike"
         ),
     )
+
+    @property
+    def exact_tokens(self) -> tuple[str, int]:
+        """Up to how many tokens the mixer is the teacher, and the settings that say so; 0: none."""
+        if self.mixer in ("window", "gdn_window"):
+            return "student.window_tokens", self.window_tokens
+        if self.mixer == "dsa":
+            return "student.top_k_tokens", self.top_k_tokens
+        if self.mixer == "nsa":
+            tokens = self.window_tokens + self.block_tokens * self.chosen_blocks
+            return "student.window_tokens + block_tokens * chosen_blocks", tokens
+        return "", 0
 
     @field_validator("full_layers")
     @classmethod
@@ -137,6 +161,9 @@ class TrainSettings(Settings):
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2")
+    choice_weight: float = Field(
+        1.0, ge=0, description="`dsa`: weight of the KL of the indexer to the attention"
+    )
     clip_norm: float = Field(1.0, gt=0, description="gradient norm limit")
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass"
@@ -317,19 +344,19 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _rows_reach_beyond_the_window(self) -> Self:
-        """Where rows are no longer than the window nothing is there to learn or to measure."""
-        window = self.student.window_tokens
-        if self.student.mixer not in ("window", "gdn_window"):
-            return self
-        for stage in self.stages:
+        """Where rows are no longer than what is exact nothing is there to learn or to measure."""
+        name, exact = self.student.exact_tokens
+        for stage in self.stages if exact else ():
             settings = getattr(self, stage)
             if stage == "loop":  # all layers are full then
                 continue
             idle = stage == "select" and settings.method in ("uniform", "list")
-            if settings.seq_len_tokens <= window and not idle:
+            # An indexer learns from all the attention there is, chosen or not.
+            idle |= stage == "align" and self.student.mixer == "dsa"
+            if settings.seq_len_tokens <= exact and not idle:
                 raise ValueError(
                     f"{stage}.seq_len_tokens {settings.seq_len_tokens} shows nothing outside"
-                    f" student.window_tokens {window}; make the rows longer or the window smaller"
+                    f" {name} {exact}; make the rows longer or that smaller"
                 )
         return self
 

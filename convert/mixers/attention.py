@@ -5,7 +5,7 @@ B rows, T new tokens, S keys, C hidden width, H query heads, G key/value heads, 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import rotated
 from ltconvert.convert.teachers.spec import TeacherSpec
+
+LossOver = Literal["all", "chosen"]
 
 
 class Projections(nn.Module):
@@ -39,6 +41,7 @@ class Projections(nn.Module):
     keeps_keys: ClassVar[bool] = True
     keeps_state: ClassVar[bool] = False
     uses_rope: ClassVar[bool] = True
+    chooses: ClassVar[bool] = False  # keys, by something that learns from a loss of its own
 
     def __init__(self, spec: TeacherSpec, layer: int, num_key_value_heads: int) -> None:
         super().__init__()
@@ -69,6 +72,22 @@ class Projections(nn.Module):
     def inherit(self, teacher: dict[str, Tensor]) -> dict[str, Tensor]:
         """This mixer's tensors that come from the teacher's attention: all, as they are."""
         return teacher
+
+    def aligned_parameters(self) -> list[nn.Parameter]:
+        """What trains while the mixer learns to do what the teacher's does: everything."""
+        return list(self.parameters())
+
+    def forward_with_loss(
+        self, x_BTC: Tensor, context: SequenceContext, over: LossOver
+    ) -> tuple[Tensor, Tensor | None]:
+        """``forward`` without a cache, and the loss that teaches which keys to choose.
+
+        None where nothing is chosen.
+
+        Args:
+            over: the keys that the loss runs over.
+        """
+        return self(x_BTC, context), None
 
     def project(self, x_BTC: Tensor, loop: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, H, D], keys and values [B, T, G, D], before any position."""

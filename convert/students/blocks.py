@@ -84,6 +84,10 @@ class DecoderLayer(nn.Module):
         y_BTC = self.mixer(x_BTC, context, cache_layer)
         if seen is not None:
             seen += [x_BTC, y_BTC]
+        return self.after_mixer(h_BTC, y_BTC, loop)
+
+    def after_mixer(self, h_BTC: Tensor, y_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """The stream with the mixer's output and the MLP branch, [B, T, C]."""
         h_BTC = h_BTC + self.mixer_contribution(y_BTC, loop)
         return h_BTC + self.mlp_branch(h_BTC, loop)
 
@@ -94,12 +98,23 @@ def _normed(norm: nn.Module, x_BTC: Tensor, loop: int | None) -> Tensor:
 
 
 LayerCall = Callable[[DecoderLayer, Tensor, SequenceContext], Tensor]
+ChoosingCall = Callable[[DecoderLayer, Tensor, SequenceContext], tuple[Tensor, Tensor | None]]
 
 
 # Functions of the layer, not bound to one: compiled, layers of one make share the result.
 def run_layer(layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext) -> Tensor:
     """One layer without a cache."""
     return layer(h_BTC, context)
+
+
+def run_choosing_layer(
+    layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext
+) -> tuple[Tensor, Tensor | None]:
+    """One layer without a cache: (its output, the loss of what chooses its keys)."""
+    loop = context.loop
+    x_BTC = layer.mixer_input(h_BTC, loop)
+    y_BTC, loss = layer.mixer.forward_with_loss(x_BTC, context, "chosen")
+    return layer.after_mixer(h_BTC, y_BTC, loop), loss
 
 
 def show_layer(

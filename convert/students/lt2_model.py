@@ -5,7 +5,7 @@ B rows, T tokens, C hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,13 @@ from ltconvert.convert.mixers.attention import Attention, ZeroLinear
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import Rope
-from ltconvert.convert.students.blocks import DecoderLayer, LayerCall, run_layer
+from ltconvert.convert.students.blocks import (
+    ChoosingCall,
+    DecoderLayer,
+    LayerCall,
+    run_choosing_layer,
+    run_layer,
+)
 from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
@@ -39,11 +45,13 @@ class LT2Output(CausalLMOutputWithPast):
     Attributes:
         loop_states: the normed residual stream [B, T, C] after each loop.
         exit_logits: the exit gate after each loop, [B, T, loops].
+        choice_loss: mean over visits of the loss of what chooses their keys, where asked for.
     """
 
     last_hidden_state: Tensor | None = None
     loop_states: tuple[Tensor, ...] | None = None
     exit_logits: Tensor | None = None
+    choice_loss: Tensor | None = None
 
 
 class LT2PreTrainedModel(PreTrainedModel):
@@ -96,7 +104,9 @@ class LT2Model(LT2PreTrainedModel):
         )
         self._ropes = {name: Rope(params, spec.head_dim) for name, params in spec.rope.items()}
         self.gradient_checkpointing = False
-        self.call_layer: LayerCall = run_layer  # a compiled one while it trains
+        # Compiled ones while it trains.
+        self.call_layer: LayerCall = run_layer
+        self.call_choosing_layer: ChoosingCall = run_choosing_layer
         self.post_init()
 
     def make_mixer(self, kind: str, layer: int) -> Projections:
@@ -109,6 +119,10 @@ class LT2Model(LT2PreTrainedModel):
             window_tokens=config.window_tokens,
             conv_size=config.conv_size,
             sdpa_gate=config.sdpa_gate,
+            top_k_tokens=config.top_k_tokens,
+            index_heads=config.index_heads,
+            block_tokens=config.block_tokens,
+            chosen_blocks=config.chosen_blocks,
         )
 
     def new_cache(self) -> LoopCache:
@@ -199,12 +213,13 @@ class LT2Model(LT2PreTrainedModel):
         """One visit of one layer, with what opens and closes its loop."""
         state = self.enter(step, state)
         layer, context = self.layers[step.layer], self.context_of(step, context)
-        if self.gradient_checkpointing and self.training and cache is None:
-            h_BTC = checkpoint(self.call_layer, layer, state.h_BTC, context, use_reentrant=False)
-        elif cache is None:
-            h_BTC = self.call_layer(layer, state.h_BTC, context)
-        else:
+        if cache is not None:
             h_BTC = layer(state.h_BTC, context, cache.layers[step.slot])
+        elif context.learns_choice and layer.mixer.chooses:
+            h_BTC, loss = self._call(self.call_choosing_layer, layer, state.h_BTC, context)
+            state = replace(state, choice_losses=(*state.choice_losses, loss))
+        else:
+            h_BTC = self._call(self.call_layer, layer, state.h_BTC, context)
         return self.leave(step, state.with_stream(h_BTC))
 
     def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
@@ -212,11 +227,17 @@ class LT2Model(LT2PreTrainedModel):
         loops, _ = self.spec.own_tensors(step.layer)
         return context.at(step.loop if loops > 1 else 0)
 
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        """A function of a layer, its activations made again for the backward pass if asked for."""
+        if self.gradient_checkpointing and self.training:
+            return checkpoint(function, *arguments, use_reentrant=False)
+        return function(*arguments)
+
     def enter(self, step: Step, state: LoopState) -> LoopState:
         """Remember the stream at the start of a loop."""
         if not step.opens_loop:
             return state
-        return LoopState(state.h_BTC, state.h_BTC, state.loop_states)
+        return replace(state, loop_in_BTC=state.h_BTC)
 
     def leave(self, step: Step, state: LoopState) -> LoopState:
         """Close a loop: loop residual, then the norm, which ``loop_norm="every"`` goes on from."""
@@ -228,7 +249,7 @@ class LT2Model(LT2PreTrainedModel):
         normed_BTC = self.norm(h_BTC)
         if self.spec.loop_norm == "every":
             h_BTC = normed_BTC
-        return LoopState(h_BTC, state.loop_in_BTC, (*state.loop_states, normed_BTC))
+        return replace(state, h_BTC=h_BTC, loop_states=(*state.loop_states, normed_BTC))
 
     def finish(self, state: LoopState) -> LoopState:
         """The stream that the head reads: the last loop's, or the coda's, normed once."""
@@ -246,9 +267,13 @@ class LT2Model(LT2PreTrainedModel):
         cache: LoopCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        learns_choice: bool = False,
         **_: Any,
     ) -> LT2Output:
-        """Token ids [B, T] -> last_hidden_state [B, T, C], loop_states, exit_logits, cache."""
+        """Token ids [B, T] -> last_hidden_state [B, T, C], loop_states, exit_logits, cache.
+
+        With ``learns_choice``, and without a cache, also ``choice_loss``.
+        """
         if inputs_embeds is not None and input_ids is None:
             h_BTC = inputs_embeds
         elif input_ids is not None and inputs_embeds is None:
@@ -266,6 +291,7 @@ class LT2Model(LT2PreTrainedModel):
             segment_ids=segment_ids,
             past_length=0 if cache is None else cache.num_tokens,
         )
+        context.learns_choice = learns_choice
         state = self.run(self.start(h_BTC), context, cache)
         if cache is not None:
             cache.advance(h_BTC.shape[1])
@@ -278,6 +304,7 @@ class LT2Model(LT2PreTrainedModel):
             last_hidden_state=state.h_BTC,
             loop_states=state.loop_states,
             exit_logits=exit_logits,
+            choice_loss=torch.stack(state.choice_losses).mean() if state.choice_losses else None,
             **under_its_name,
         )
 

@@ -14,11 +14,11 @@ def stage_disk(stage: str, recipe: Recipe, models: Models) -> int:
     if stage == "select":
         return 1 << 20
     if stage == "align":
-        trained, student = models.mixer_parameters, models.linear.parameters
+        trained, student = models.aligned_parameters, models.linear.parameters
         layers = recipe.align.layers_at_once
         if layers is not None and models.converted:
             # Each finished group keeps its checkpoint; the one at work may have two.
-            trained = models.mixer_parameters
+            trained = models.aligned_parameters
             one_more = trained * min(layers, len(models.converted)) // len(models.converted)
             return (trained + one_more) * _CHECKPOINT_BYTES + student * _WEIGHT_BYTES
     else:

@@ -93,7 +93,7 @@ def stage_memory(
 
 
 def _align(settings: AlignSettings, models: Models, precision: str) -> Parts:
-    mixers = [layer.mixer_parameters for layer in models.converted]
+    mixers = [layer.aligned_parameters for layer in models.converted]
     at_once = settings.layers_at_once or max(len(mixers), 1)
     active = max((sum(mixers[i : i + at_once]) for i in range(0, len(mixers), at_once)), default=0)
     tokens = settings.rows_at_once * settings.seq_len_tokens
@@ -101,7 +101,7 @@ def _align(settings: AlignSettings, models: Models, precision: str) -> Parts:
         (saved_bytes(models.spec, x, precision, mlp=False) for x in models.converted), default=0
     )
     return {
-        "student": sum(mixers) * FP32,
+        "student": models.mixer_parameters * FP32,
         "gradients": active * FP32,
         "optimiser": 2 * active * FP32,
         "activations": tokens * (one_mixer + _live(models.spec)) + _mask(settings),

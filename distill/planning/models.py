@@ -46,6 +46,11 @@ class Models:
         """Values in the converted mixers of the student before selection."""
         return sum(layer.mixer_parameters for layer in self.converted)
 
+    @property
+    def aligned_parameters(self) -> int:
+        """Those of them that the stage `align` trains."""
+        return sum(layer.aligned_parameters for layer in self.converted)
+
 
 def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
     """Sizes from the recipe and the architecture alone.

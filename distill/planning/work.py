@@ -87,7 +87,7 @@ def _align(settings: AlignSettings, models: Models) -> Work:
         tokens * passes,
         plan.steps * passes,
         tokens * (passes * teacher + 3 * mixers),
-        plan.steps * models.mixer_parameters * OPTIMISER_BYTES,
+        plan.steps * models.aligned_parameters * OPTIMISER_BYTES,
     )
 
 
@@ -161,8 +161,16 @@ def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) 
         flops += width * (within * CHUNK_TOKENS + 2 * across * spec.head_dim)
     if not MIXERS[facts.mixer].keeps_keys:
         return flops
-    seen = length / 2 if facts.window is None else min(length / 2, facts.window)
-    return flops + 4 * width * seen
+    limits = [x for x in (facts.window, facts.attended) if x is not None]
+    return (
+        flops + 4 * width * min([length / 2, *limits]) + _choosing_flops(model, spec, layer, length)
+    )
+
+
+def _choosing_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) -> float:
+    """What it takes to look at all keys, or at one a block."""
+    facts = model.layers[layer]
+    return 2.0 * facts.choosing_width * length / 2
 
 
 def _head_flops(spec: TeacherSpec) -> float:

@@ -21,6 +21,8 @@ COLOURS = {
     "kda": "#4b4e9e",
     "mamba2": "#9467bd",
     "retnet": "#c45b8a",
+    "dsa": "#8e5ea2",
+    "nsa": "#c45850",
 }
 OTHER_COLOUR = "#b0b0b0"
 

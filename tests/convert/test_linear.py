@@ -12,7 +12,7 @@ from helpers import scatter, tiny_model, tiny_spec, tokens
 from torch import Tensor
 from torch.nn import functional as F
 
-from ltconvert.convert.mixers import MIXERS, SequenceContext, make_mixer
+from ltconvert.convert.mixers import MIXERS, SequenceContext
 from ltconvert.convert.mixers.linear import LinearMixer
 from ltconvert.convert.teachers.spec import TeacherSpec
 
@@ -24,8 +24,8 @@ Head = tuple[Tensor, Tensor, Tensor]  # q, k, v of one head, [T, D]
 
 
 def mixer_of(kind: str, spec: TeacherSpec, **options: Any) -> Any:
-    made = {"window_tokens": 4, "conv_size": 4, "sdpa_gate": False} | options
-    return make_mixer(kind, spec, 0, **made)
+    window = {"window": 4} if MIXERS[kind].keeps_keys else {}
+    return MIXERS[kind](spec, 0, **({"conv_size": 4} | window | options))
 
 
 def projected(x_TC: Tensor, linear: torch.nn.Linear) -> Tensor:

@@ -22,12 +22,16 @@ MIXERS = {
     "gdn_window": ["gdn_window", "gdn_window", "gdn_window"],
     "delta": ["kda", "deltanet", "kda"],
     "decay": ["retnet", "retnet", "mamba2"],
+    "dsa": ["dsa", "dsa", "dsa"],
+    "nsa": ["nsa", "nsa", "nsa"],
     "hybrid": ["gdn", "full", "window"],
 }
+SMALL = {"window_tokens": 5, "top_k_tokens": 6, "block_tokens": 2, "chosen_blocks": 2}
 CASES = [(family, name) for family in FAMILIES for name in MIXERS]
 # Loops with norms, biases and corrections of rank 3 of their own.
 CASES += [(family, f"{name} tied") for family in FAMILIES for name in ("full", "hybrid")]
-CASES += [("qwen2", "gdn_window tied"), ("olmo2", "gdn tied")]  # biases and norms by kv head
+CASES += [("qwen2", f"{name} tied") for name in ("gdn_window", "delta", "decay", "dsa", "nsa")]
+CASES += [("olmo2", "gdn tied")]  # norms by kv head
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # models run in fp64, RoPE tables are fp32
 
 
@@ -35,7 +39,13 @@ def student(family: str, mixers: str, loops: int = 2, **options: object) -> LT2F
     mixers, tied = mixers.removesuffix(" tied"), mixers.endswith(" tied")
     spec = tiny_spec(family, num_loops=loops, tied_rank=3 if tied else None)
     return tiny_model(
-        spec, MIXERS[mixers], window_tokens=5, sdpa_gate=True, loop_residual=True, **options
+        spec,
+        MIXERS[mixers],
+        window_tokens=5,
+        top_k_tokens=6,
+        sdpa_gate=True,
+        loop_residual=True,
+        **options,
     ).double()
 
 
@@ -198,14 +208,14 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(family: str, loops: int)
     ("family", "mixers"),
     [
         *((family, name) for family in FAMILIES for name in ("hybrid", "hybrid tied")),
-        ("llama", "delta"),
-        ("llama", "decay"),
+        *(("llama", mixers) for mixers in ("delta", "decay")),
+        *((family, mixers) for family in FAMILIES for mixers in ("dsa", "nsa")),
     ],
 )
 def test_a_reloaded_student_is_the_live_one_in_a_fresh_process(
     family: str, mixers: str, tmp_path
 ) -> None:
-    model, ids = student(family, mixers).float(), tokens(1, 9)
+    model, ids = student(family, mixers).float(), tokens(1, 13)
     save_student(model, None, tmp_path / "student", {"teacher": family})
     with torch.no_grad():
         expected = model(ids).logits

@@ -9,7 +9,7 @@ import torch
 from helpers import tiny_model, tiny_spec, tokens
 from torch import Tensor, nn
 
-from ltconvert.convert.mixers import SequenceContext, make_mixer
+from ltconvert.convert.mixers import MIXERS, SequenceContext
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill.calibrate import calibrate
 from ltconvert.distill.data import Batch
@@ -48,7 +48,7 @@ def reach_of(source: DecayingAttention, lengths: list[list[int]], padding: int =
     if padding:
         keep[-1, -padding:] = False
     context = SequenceContext({}, length, torch.device("cpu"), positions, segment_ids_BT=segments)
-    mixer = make_mixer("gdn", tiny_spec(), 0, window_tokens=4, conv_size=None, sdpa_gate=False)
+    mixer = MIXERS["gdn"](tiny_spec(), 0, conv_size=None)
     gauge = Reach(source, mixer)  # type: ignore[arg-type]
     gauge.keep_BT = keep
     gauge._add(torch.zeros(rows, length, 1), context)

@@ -260,6 +260,24 @@ def test_a_student_that_keeps_everything_is_its_teacher(
     assert (tmp_path / "student/config.json").is_file()
 
 
+@pytest.mark.parametrize("mixer", ["dsa", "nsa"])
+def test_a_student_that_chooses_goes_through_all_stages(
+    case: Path, teacher: Teacher, tmp_path: Path, mixer: str
+) -> None:
+    small = {"top_k_tokens": 12, "window_tokens": 8, "block_tokens": 4, "chosen_blocks": 2}
+    result = convert(teacher, case, tmp_path, student={"mixer": mixer, **small})
+    assert [row["stage"] for row in result.rows] == ["start", *STAGES]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    choices = {line["stage"]: line["choice"] for line in lines if "choice" in line}
+    assert set(choices) == ({"align", "logits", "longctx"} if mixer == "dsa" else set())
+    loaded = load_student(result.student_dir)
+    assert sorted(loaded.config.mixers) == sorted([mixer, mixer, "full"])
+    # In `align` nothing that the teacher has is trained.
+    aligned = load_student(tmp_path / "stages/align/student")
+    for name, value in teacher.model.state_dict().items():
+        assert torch.equal(aligned.state_dict()[name], value), name
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])
 def test_a_disk_that_refuses_is_one_line_and_loses_nothing(
     case: Path,

@@ -79,18 +79,20 @@ def test_disabled_stages_and_a_student_without_conversion_are_left_out() -> None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "ouro"])
-def test_trained_parameters_are_those_of_the_objectives(family: str) -> None:
+@pytest.mark.parametrize("mixer", ["gdn", "dsa", "nsa"])
+def test_trained_parameters_are_those_of_the_objectives(family: str, mixer: str) -> None:
     spec = tiny_spec(family)
-    made = make(spec, sections={"student": {"full_layers": [1]}})
+    long = {stage: {"seq_len_tokens": 4096} for stage in ("align", "select")}
+    made = make(spec, sections={"student": {"full_layers": [1], "mixer": mixer}, **long})
     teacher = tiny_model(spec).requires_grad_(False)
-    student = build_student(teacher, ["gdn", "full", "gdn"], share=True)
+    student = build_student(teacher, [mixer, "full", mixer], share=True)
 
     def trained(objective: Any) -> int:
         return sum(p.numel() for group in objective.parameter_groups() for p in group["params"])
 
     rows = {row.stage: row.trained_parameters for row in made.rows}
     assert rows["align"] == trained(AlignObjective(teacher, student, [0, 2], lr=1e-3))
-    whole = build_student(teacher, ["gdn", "full", "gdn"])
+    whole = build_student(teacher, [mixer, "full", mixer])
     gate = sum(p.numel() for n, p in whole.named_parameters() if "exit_gate" in n)
     assert rows["logits"] == trained(LogitsObjective(teacher, whole, recipe().logits)) + gate
 
@@ -166,15 +168,17 @@ def test_logits_on_a_gpu_are_two_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "mixer", ["full", "gdn", "gdn_window", "deltanet", "kda", "mamba2", "retnet"]
+    "mixer", ["full", "gdn", "gdn_window", "deltanet", "kda", "mamba2", "retnet", "dsa", "nsa"]
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3", "ouro", "tied"])
 def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, precision: str) -> None:
     """The growth of saved memory with one more layer and with more tokens."""
 
+    small = {"window_tokens": 16, "top_k_tokens": 24, "block_tokens": 8, "chosen_blocks": 2}
+
     def kept(num_layers: int, length: int) -> int:
         spec = shape(family, num_layers)
-        model = tiny_model(spec, [mixer] * num_layers, window_tokens=16)
+        model = tiny_model(spec, [mixer] * num_layers, **small)
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         found: dict[int, torch.Tensor] = {}
 
@@ -192,7 +196,7 @@ def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, preci
         return sum(x.untyped_storage().nbytes() for x in found.values())
 
     grown = (kept(2, 128) - kept(1, 128)) - (kept(2, 64) - kept(1, 64))
-    config = LT2Config.from_spec(shape(family, 1), [mixer], window_tokens=16)
+    config = LT2Config.from_spec(shape(family, 1), [mixer], **small)
     layer = model_facts(config).layers[0]
     predicted = layer.visits * saved_bytes(shape(family, 1), layer, precision)
     assert predicted == pytest.approx(grown / 64, rel=0.25)
