@@ -27,6 +27,7 @@ from ltconvert.convert.mixers.linear import LinearMixer
 from ltconvert.convert.mixers.nsa import BlockSparseAttention
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.convert.students.merge import in_loop
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import StaticKeys, StaticKeysAndState
 from ltconvert.kernels.decode_linear import decode_linear
@@ -44,7 +45,7 @@ class Step:
 
     def __init__(self, model: LT2ForCausalLM, cache: StaticCache) -> None:
         self.model, self.cache = model, cache
-        self.layers = [layer_step(layer) for layer in model.model.layers]
+        self.layers = _layer_steps(model)
         kinds = [layer for layer in cache.layers if isinstance(layer, StaticKeys)]
         self.sizes = sorted({layer.slots for layer in kinds})
         both = [layer for layer in kinds if isinstance(layer, StaticKeysAndState)]
@@ -63,7 +64,7 @@ class Step:
         for visit in decoder.schedule:
             if visit.opens_loop:
                 loop_in_BC = h_BC
-            h_BC = self.layers[visit.layer](h_BC, self.cache.layers[visit.slot], now)
+            h_BC = self.layers[visit.slot](h_BC, self.cache.layers[visit.slot], now)
             if visit.closes_loop and decoder.loop_residual is not None:
                 h_BC = h_BC + decoder.loop_residual[visit.loop].to(h_BC.dtype) * loop_in_BC
             # The norm at the very end is part of the head's product.
@@ -86,6 +87,25 @@ class Step:
             outside={window: lengths_B >= window for window in self.windows},
             first=torch.zeros_like(lengths_B),
         )
+
+
+def _layer_steps(model: LT2ForCausalLM) -> list[LayerStep]:
+    """The step of every visit: one a layer, and one a loop where loops have tensors of their own.
+
+    A correction would be two more launches a matrix; merged, a visit reads as much as in a dense
+    model, and the memory of the merged copies is what that takes.
+    """
+    inner = model.model
+    steps: dict[tuple[int, int], LayerStep] = {}
+    found = []
+    for visit in inner.schedule:
+        loops, _ = inner.spec.own_tensors(visit.layer)
+        key = visit.layer, visit.loop if loops > 1 else 0
+        if key not in steps:
+            layer = inner.layers[visit.layer]
+            steps[key] = layer_step(layer if loops == 1 else in_loop(layer, visit.loop))
+        found.append(steps[key])
+    return found
 
 
 def layer_step(layer: DecoderLayer) -> LayerStep:

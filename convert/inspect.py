@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from ltconvert.convert.mixers import MIXERS
+from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 
@@ -25,6 +27,7 @@ class LayerFacts:
         rope: name of its positions, None for none.
         visits: how often a forward pass runs it; each visit has a cache of its own.
         parameters, mixer_parameters: of the layer, and of its mixer alone.
+        own_parameters, mixer_own_parameters: of these, what is one loop's own, all loops together.
         aligned_parameters: of its mixer, those that the stage `align` trains.
         cache_bytes_per_token: over all visits, growing with every token.
         cache_tokens: tokens after which the cache stops growing, None where it never does.
@@ -40,10 +43,21 @@ class LayerFacts:
     visits: int
     parameters: int
     mixer_parameters: int
+    own_parameters: int
+    mixer_own_parameters: int
     aligned_parameters: int
     cache_bytes_per_token: int
     cache_tokens: int | None
     state_bytes: int
+
+    @property
+    def visited(self) -> tuple[int, int]:
+        """Parameters that one visit uses, of the layer and of its mixer."""
+        others = self.visits - 1
+        return (
+            self.parameters - self.own_parameters * others // self.visits,
+            self.mixer_parameters - self.mixer_own_parameters * others // self.visits,
+        )
 
     def cache_bytes(self, context_tokens: int) -> int:
         """Cache of one sequence of so many tokens."""
@@ -69,6 +83,11 @@ class ModelFacts:
     head_parameters: int
 
     @property
+    def own_parameters(self) -> int:
+        """What is one loop's own, all loops together."""
+        return sum(layer.own_parameters for layer in self.layers)
+
+    @property
     def cache_bytes_per_token(self) -> int:
         """What every further token of a long sequence adds."""
         return sum(x.cache_bytes_per_token for x in self.layers if x.cache_tokens is None)
@@ -88,6 +107,7 @@ class ModelFacts:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, sums included."""
         return asdict(self) | {
+            "own_parameters": self.own_parameters,
             "cache_bytes_per_token": self.cache_bytes_per_token,
             "constant_bytes": self.constant_bytes,
         }
@@ -127,6 +147,17 @@ def count(module: nn.Module) -> int:
     )
 
 
+def count_own(module: nn.Module) -> int:
+    """Values that one loop has for itself, all loops together."""
+    total = 0
+    for part in module.modules():
+        if isinstance(part, Linear) and part.loops > 1:
+            total += sum(p.numel() for name, p in part.named_parameters() if name != "weight")
+        elif isinstance(part, RMSNorm) and part.weight.dim() > 1:
+            total += part.weight.numel()
+    return total
+
+
 def _layer_facts(
     config: LT2Config, block: DecoderLayer, layer: int, visits: int, itemsize: int
 ) -> LayerFacts:
@@ -143,6 +174,8 @@ def _layer_facts(
         visits=visits,
         parameters=count(block),
         mixer_parameters=count(block.mixer),
+        own_parameters=count_own(block),
+        mixer_own_parameters=count_own(block.mixer),
         aligned_parameters=sum(p.numel() for p in block.mixer.aligned_parameters()),
         cache_bytes_per_token=visits * per_token,
         cache_tokens=limit,

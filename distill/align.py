@@ -102,11 +102,11 @@ class AlignObjective:
                 continue
             with torch.no_grad():
                 state = model.enter(step, state)
-                layer = model.layers[step.layer]
-                h_BTC, x_BTC, y_BTC = self._show(layer, state.h_BTC, context)
+                layer, here = model.layers[step.layer], model.context_of(step, context)
+                h_BTC, x_BTC, y_BTC = self._show(layer, state.h_BTC, here)
                 state = model.leave(step, state.with_stream(h_BTC))
             own = pupil.layers[step.layer]
-            error, choice = self._error(own, x_BTC, y_BTC, context, batch.mask_BT)
+            error, choice = self._error(own, x_BTC, y_BTC, here, batch.mask_BT)
             loss = error / self.num_visits
             if choice is not None:
                 choices = choices + choice.detach() / self.num_visits
@@ -128,9 +128,10 @@ def mixer_error(
     And the loss of what chooses the mixer's keys, over all of them; None where nothing does.
     """
     with torch.no_grad():
-        target_BTC = block.mixer_contribution(y_BTC)
+        target_BTC = block.mixer_contribution(y_BTC, context.loop)
     own_BTC, choice = block.mixer.forward_with_loss(x_BTC, context, "all")
-    return contribution_loss(block.mixer_contribution(own_BTC), target_BTC, keep_BT), choice
+    guess_BTC = block.mixer_contribution(own_BTC, context.loop)
+    return contribution_loss(guess_BTC, target_BTC, keep_BT), choice
 
 
 def is_converted(student: LT2ForCausalLM, layer: int) -> bool:

@@ -22,7 +22,7 @@ import torch
 from ltconvert import recipes
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
-from ltconvert.distill import align, logits, longctx, select, summary
+from ltconvert.distill import align, logits, longctx, loop, select, summary
 from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.scores import heldout_rows, heldout_scores
@@ -44,7 +44,11 @@ from ltconvert.distill.stage import StageInputs, StageResult
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import STAGES, Recipe
 
+# Counted in the order in which stages came to be: what a stage draws stays as it was.
+_SEEDS = ("align", "select", "logits", "longctx", "loop")
+
 RUN_STAGE: dict[str, Callable[[Any, StageInputs, Path], StageResult]] = {
+    "loop": loop.run,
     "align": align.run,
     "select": select.run,
     "logits": logits.run,
@@ -104,6 +108,8 @@ class Pipeline:
                 self.shelf.clear_checkpoints(stage)
                 student = None
             else:
+                if self.lineage.converts(stage):
+                    student = None  # it was the origin, unconverted
                 student = self._run_stage(stage, student or self.lineage.student_before(stage))
         last = [START, *self.recipe.stages][-1]
         student = student or self.lineage.student_after(last)
@@ -128,14 +134,14 @@ class Pipeline:
             record.write(folder)
         began = time.perf_counter()
         inputs = StageInputs(
-            teacher=self.lineage.teacher,
+            teacher=self.lineage.teacher_of(stage),
             recipe=self.recipe,
             student=student,
             tokenizer=self.lineage.teacher.tokenizer,
             log=self.log,
             precision=self.lineage.precision,
             device=self.device,
-            seed=self.recipe.seed + 1 + STAGES.index(stage),
+            seed=self.recipe.seed + 1 + _SEEDS.index(stage),
         )
         result = RUN_STAGE[stage](getattr(self.recipe, stage), inputs, folder)
         del inputs, student

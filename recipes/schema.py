@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
-STAGES = ("align", "select", "logits", "longctx")  # in the order in which they run
+STAGES = ("loop", "align", "select", "logits", "longctx")  # in the order in which they run
 CompileSetting = Literal["auto", "off", "layers"]
 Mixer = Literal[
     "gdn", "gdn_window", "kda", "deltanet", "mamba2", "retnet", "dsa", "nsa", "window", "full"
@@ -61,8 +61,36 @@ class StudentSettings(Settings):
         False, description="per-loop residual h + rho * h_in, rho = 0 at the start"
     )
     loops: int | None = Field(None, ge=1, description="loops of the core; default: the teacher's")
-    prelude_layers: int = Field(0, ge=0, description="layers run once before the looped core")
-    coda_layers: int = Field(0, ge=0, description="layers run once after the looped core")
+    prelude_layers: int | None = Field(
+        None, ge=0, description="layers run once before the looped core; default: the teacher's"
+    )
+    coda_layers: int | None = Field(
+        None, ge=0, description="layers run once after the looped core; default: the teacher's"
+    )
+    loop_start: Literal["stepwise", "average", "lower"] | None = Field(
+        None,
+        description=(
+            "make a dense teacher's core run `loops` times before anything is converted; its shared"
+            " matrices start from evenly spaced layers, from the mean of the layers that are tied,"
+            " or from the first loop's"
+        ),
+    )
+    loop_rank: int = Field(
+        64,
+        ge=0,
+        description=(
+            "with `loop_start`: rank of each loop's own correction of every matrix, from the SVD of"
+            " what tying changes; exact from the hidden width on"
+        ),
+    )
+    loop_calibration_tokens: int = Field(
+        8192,
+        ge=0,
+        description=(
+            "with `loop_start`: tokens of text on whose inputs the corrections are the best of"
+            " their rank; 0: on all inputs alike"
+        ),
+    )
 
     @property
     def kinds(self) -> list[Mixer]:
@@ -119,6 +147,16 @@ class StudentSettings(Settings):
         if value < 0 or (isinstance(value, float) and value > 1):
             raise ValueError("expected a share in [0, 1], a count, or a list of layers")
         return value
+
+    @model_validator(mode="after")
+    def _tying_needs_loops(self) -> Self:
+        """How often the core of a dense teacher runs cannot be read off the teacher."""
+        if self.loop_start is not None and (self.loops or 1) < 2:
+            raise ValueError(
+                f"student.loop_start {self.loop_start} needs student.loops of 2 or more, "
+                f"got {self.loops}"
+            )
+        return self
 
 
 def full_by_pattern(pattern: str, num_layers: int) -> list[int]:
@@ -275,6 +313,16 @@ class LogitsSettings(TrainSettings):
     )
 
 
+class LoopSettings(LogitsSettings):
+    """Stage `loop`: a dense teacher whose layers were tied learns its logits, before conversion."""
+
+    budget_tokens: int = Field(300_000_000, gt=0)
+    seq_len_tokens: int = Field(2048, gt=0)
+    batch_tokens: int = Field(65_536, gt=0)
+    lr: float = Field(1e-4, gt=0, description="peak learning rate")
+    loop_warmup_share: float = Field(0.0, ge=0, le=1)
+
+
 class LongctxSettings(LogitsSettings):
     """Stage `longctx`: longer rows, cross-entropy and optional KL."""
 
@@ -333,6 +381,7 @@ class Recipe(Settings):
     seed: int = Field(0, description="seed of new weights, batch order and sampling")
     student: StudentSettings = StudentSettings()
     data: DataSettings = DataSettings()
+    loop: LoopSettings = LoopSettings()
     align: AlignSettings = AlignSettings()
     select: SelectSettings = SelectSettings()
     logits: LogitsSettings = LogitsSettings()
@@ -342,10 +391,13 @@ class Recipe(Settings):
 
     @property
     def stages(self) -> list[str]:
-        """Stages that run, in order; a student with nothing converted is not aligned."""
+        """Stages that run, in order; what is not tied needs no loops learnt, and a student with
+        nothing converted is not aligned.
+        """
         wanted = [stage for stage in STAGES if getattr(self, stage).enabled]
-        converts = set(self.student.kinds) != {"full"}
-        return [stage for stage in wanted if converts or stage not in ("align", "select")]
+        idle = [] if set(self.student.kinds) != {"full"} else ["align", "select"]
+        idle += [] if self.student.loop_start is not None else ["loop"]
+        return [stage for stage in wanted if stage not in idle]
 
     @model_validator(mode="after")
     def _rows_reach_beyond_the_window(self) -> Self:
@@ -353,6 +405,8 @@ class Recipe(Settings):
         name, exact = self.student.exact_tokens
         for stage in self.stages if exact else ():
             settings = getattr(self, stage)
+            if stage == "loop":  # all layers are full then
+                continue
             idle = stage == "select" and settings.method in ("uniform", "list")
             # An indexer learns from all the attention there is, chosen or not.
             idle |= stage == "align" and self.student.kinds == ["dsa"]

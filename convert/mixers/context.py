@@ -6,7 +6,7 @@ Shape letters: B rows, T new tokens, S cached and new tokens together, D head wi
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class SequenceContext:
         keep_BS: False at padding, over cached and new tokens; None when nothing is padding.
         keep_BT: the same over the new tokens alone; None when none of them is padding.
         segment_ids_BT: the document of each new token; None when a row is one document.
+        loop: whose tensors a layer uses where loops have some of their own.
     """
 
     rope: dict[str, tuple[Tensor, Tensor]]
@@ -36,9 +37,14 @@ class SequenceContext:
     keep_BS: Tensor | None = None
     keep_BT: Tensor | None = None
     segment_ids_BT: Tensor | None = None
+    loop: int = 0
     learns_choice: bool = False  # mixers that choose keys give the loss that teaches them
     _made: dict[Hashable, Any] = field(default_factory=dict)
     _block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
+
+    def at(self, loop: int) -> SequenceContext:
+        """The same pass in another loop; masks are made once for all."""
+        return self if loop == self.loop else replace(self, loop=loop)
 
     def prepare(self, windows: Iterable[int | None]) -> None:
         """Make the masks of a pass without a cache, before compiled layers read them."""

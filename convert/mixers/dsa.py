@@ -79,7 +79,7 @@ class SparseAttention(Attention):
         cache_layer: DynamicIndexedLayer | None,
         over: LossOver | None,
     ) -> tuple[Tensor, Tensor | None]:
-        q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC))
+        q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC, context.loop))
         q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, self.rope_name)
         index = self.index(x_BTC.detach(), context)
         if cache_layer is not None:
@@ -94,7 +94,7 @@ class SparseAttention(Attention):
             loss = self._loss(
                 index, q_BHTD, k_BGSD, bits_BJTW if over == "chosen" else None, context
             )
-        return self.o_proj(o_BHTD.transpose(1, 2).flatten(2)), loss
+        return self.o_proj(o_BHTD.transpose(1, 2).flatten(2), context.loop), loss
 
     def index(self, x_BTC: Tensor, context: SequenceContext) -> Index:
         """What the indexer makes of its input."""

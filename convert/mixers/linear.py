@@ -60,7 +60,7 @@ class LinearMixer(Projections):
     MIN_HALF_LIFE, MAX_HALF_LIFE = 8.0, 2048.0  # of the neutral start, in tokens
 
     def __init__(self, spec: TeacherSpec, layer: int, *, conv_size: int | None) -> None:
-        super().__init__(spec, spec.num_attention_heads)
+        super().__init__(spec, layer, spec.num_attention_heads)
         self.rope_name = spec.layer_rope[layer]
         width = self.num_heads * self.head_dim
         self.make_rates()
@@ -90,7 +90,9 @@ class LinearMixer(Projections):
         group = self.spec.num_attention_heads // self.spec.num_key_value_heads
         expanded = ("k_proj.", "v_proj.") + (("k_norm.",) if self.spec.qk_norm == "full" else ())
         return {
-            name: _expand_heads(value, group, self.head_dim) if name.startswith(expanded) else value
+            name: _expand_heads(value, group, self.head_dim, name)
+            if name.startswith(expanded) and not name.endswith("lora_a")  # on the input's side
+            else value
             for name, value in teacher.items()
         }
 
@@ -102,8 +104,9 @@ class LinearMixer(Projections):
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         rates = project_together(x_BTC, *(getattr(self, name) for name in self.RATES))
-        projected = [*self.project(x_BTC), *rates, self.gate_proj(x_BTC)]
-        return self.o_proj(self.mix(projected, context, cache_layer).to(x_BTC.dtype))
+        projected = [*self.project(x_BTC, context.loop), *rates, self.gate_proj(x_BTC)]
+        o_BTM = self.mix(projected, context, cache_layer).to(x_BTC.dtype)
+        return self.o_proj(o_BTM, context.loop)
 
     def mix(
         self,
@@ -211,10 +214,14 @@ def unit_rms(x: Tensor) -> Tensor:
     return F.rms_norm(x.to(work), x.shape[-1:], eps=1e-6).to(x.dtype)
 
 
-def _expand_heads(value: Tensor, group: int, head_dim: int) -> Tensor:
-    """Repeat whole kv heads: [G * D, ...] -> [G * group * D, ...], never row by row."""
-    heads = value.unflatten(0, (-1, head_dim))
-    return heads.repeat_interleave(group, dim=0).flatten(0, 1)
+def _expand_heads(value: Tensor, group: int, head_dim: int, name: str) -> Tensor:
+    """Repeat whole kv heads, never row by row: an axis of G * D becomes one of G * group * D.
+
+    It is the last axis of vectors and the last but one of matrices; loops may stand before it.
+    """
+    axis = -1 if name.endswith("bias") or "norm" in name else -2
+    heads = value.movedim(axis, 0).unflatten(0, (-1, head_dim))
+    return heads.repeat_interleave(group, dim=0).flatten(0, 1).movedim(0, axis)
 
 
 def _decodes(

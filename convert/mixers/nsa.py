@@ -71,7 +71,7 @@ class BlockSparseAttention(Attention):
 
     def forward(self, x_BTC: Tensor, context: SequenceContext, cache_layer: Any = None) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
-        q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC))
+        q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC, context.loop))
         q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, self.rope_name)
         if cache_layer is not None:
             k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
@@ -86,7 +86,7 @@ class BlockSparseAttention(Attention):
         else:
             gates_BHT = self.log_gates(self.branch_proj(x_BTC))
             o_BHTD = self._mix(q_BHTD, k_BGSD, v_BGSD, compressed, blocks, gates_BHT, context)
-        return self.o_proj(o_BHTD.transpose(1, 2).flatten(2))
+        return self.o_proj(o_BHTD.transpose(1, 2).flatten(2), context.loop)
 
     @staticmethod
     def log_gates(gates: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ class LT2Config(PreTrainedConfig):
 
     Attributes:
         mixers: the mixer of each physical layer, see ``ltconvert.convert.mixers.MIXERS``.
-        prelude_layers, coda_layers: layers that run once before and after the looped core.
         window_tokens: window of ``window``, ``gdn_window`` and ``nsa`` mixers.
         conv_size: taps of the short convolution of linear mixers; None for none.
         top_k_tokens, index_heads: tokens that a ``dsa`` mixer chooses, and heads that choose them.
@@ -42,6 +41,7 @@ class LT2Config(PreTrainedConfig):
     mixers: list[str] = field(default_factory=list)
     prelude_layers: int = 0
     coda_layers: int = 0
+    tied_rank: int | None = None
     window_tokens: int = 128
     conv_size: int | None = 4
     top_k_tokens: int = 2048
@@ -95,15 +95,14 @@ class LT2Config(PreTrainedConfig):
         **options: Any,
     ) -> LT2Config:
         """The config of a teacher (``mixers`` left out) or of a student of that architecture."""
-        architecture = asdict(spec)
+        given = asdict(spec) | options
         if loops is not None:
-            architecture["num_loops"] = loops
+            given["num_loops"] = loops
         return cls(
-            **architecture,
+            **given,
             mixers=list(mixers or ()),
             conv_size=conv_size if short_conv else None,
             architectures=["LT2ForCausalLM"],
-            **options,
         )
 
     def spec(self) -> TeacherSpec:

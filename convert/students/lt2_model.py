@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
 from ltconvert.convert.mixers.attention import Attention, ZeroLinear
 from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import Rope
 from ltconvert.convert.students.blocks import (
     ChoosingCall,
@@ -69,6 +70,8 @@ class LT2PreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=0.02)
             if isinstance(bias := getattr(module, "bias", None), Tensor):
                 nn.init.zeros_(bias)
+            if isinstance(module, Linear):
+                module.reset_corrections()
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
@@ -89,7 +92,7 @@ class LT2Model(LT2PreTrainedModel):
         self.schedule = config.schedule()
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, self.make_mixer(kind, layer))
+            DecoderLayer(spec, layer, self.make_mixer(kind, layer))
             for layer, kind in enumerate(config.mixers)
         )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
@@ -209,7 +212,7 @@ class LT2Model(LT2PreTrainedModel):
     ) -> LoopState:
         """One visit of one layer, with what opens and closes its loop."""
         state = self.enter(step, state)
-        layer = self.layers[step.layer]
+        layer, context = self.layers[step.layer], self.context_of(step, context)
         if cache is not None:
             h_BTC = layer(state.h_BTC, context, cache.layers[step.slot])
         elif context.learns_choice and layer.mixer.chooses:
@@ -218,6 +221,11 @@ class LT2Model(LT2PreTrainedModel):
         else:
             h_BTC = self._call(self.call_layer, layer, state.h_BTC, context)
         return self.leave(step, state.with_stream(h_BTC))
+
+    def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
+        """What a visit reads: the loop is said where it has tensors of its own."""
+        loops, _ = self.spec.own_tensors(step.layer)
+        return context.at(step.loop if loops > 1 else 0)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         """A function of a layer, its activations made again for the backward pass if asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import StaticKeys, keys_of, states_of
@@ -36,8 +38,10 @@ def state_bytes(cache: StaticCache) -> int:
 
 def weight_bytes(model: LT2ForCausalLM) -> int:
     """Bytes of weights that a step reads: every visit of a layer its own, and the head."""
-    layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers]
-    visits = sum(layers[step.layer] for step in model.model.schedule)
+    config = copy.deepcopy(model.config)
+    config.tied_rank = None  # a loop's own tensors are merged into what its visit reads
+    layers = model_facts(config).layers
+    visits = model.dtype.itemsize * sum(layer.visits * layer.parameters for layer in layers)
     return visits + model.head_weight.nbytes + model.model.norm.weight.nbytes
 
 

@@ -34,6 +34,8 @@ _SAVED = {
     ("gdn", "bf16"): (34, 8, 26),
 }
 _SAVED_SANDWICH, _SAVED_QK_NORM = 16, 16
+# Corrections of a loop's own: of the rank, for each matrix of the mixer and of the MLP.
+_SAVED_CORRECTION, _MIXER_MATRICES, _MLP_MATRICES = {"fp32": 4, "bf16": 2}, 4, 3
 # Beside what Gated DeltaNet keeps, of heads * head_dim: decays a channel; queries and keys before
 # their norms, and v times the step; the same and positions.
 _SAVED_BESIDE_GDN = {"kda": 12, "mamba2": 12, "retnet": 16}
@@ -55,8 +57,18 @@ def stage_memory(
     )
     parts["runtime"] = RUNTIME_BYTES
     parts["teacher"] = models.teacher.parameters * FP32
+    if models.ties and stage in ("align", "select"):
+        parts["teacher"] += models.origin.parameters * FP32
 
     parts |= {
+        "loop": lambda: _train(
+            recipe.loop,
+            models,
+            precision,
+            device,
+            before=0,
+            trained=models.origin,
+        ),
         "align": lambda: _align(recipe.align, models, precision),
         "select": lambda: _select(recipe, models, precision, device),
         "logits": lambda: _train(
@@ -75,7 +87,8 @@ def stage_memory(
         ),
     }[stage]()
     if stage != "align":
-        parts["teacher"] += _rounded(models.teacher, precision)
+        read = models.origin if stage == "select" else models.teacher
+        parts["teacher"] += _rounded(read, precision)
     return parts
 
 
@@ -127,17 +140,23 @@ def _train(
     device: str,
     *,
     before: int,
+    trained: ModelFacts | None = None,
 ) -> Parts:
-    """A student of its own with what AdamW needs, beside ``before`` values of the former."""
-    size = models.hybrid.parameters
+    """A student of its own with what AdamW needs, beside ``before`` values of the former.
+
+    ``trained``: the student; the hybrid one by default.
+    """
+    student = trained or models.hybrid
+    size = student.parameters
     tokens = settings.rows_at_once * settings.seq_len_tokens
     # The head's gradient is added up in fp32.
     head = models.spec.vocab_size * models.spec.hidden_size * FP32
     return {
-        "student": (size + before) * FP32 + _rounded(models.hybrid, precision),
+        "student": (size + before) * FP32 + _rounded(student, precision),
         "gradients": size * FP32,
         "optimiser": 2 * size * FP32,
-        "activations": tokens * (_kept(settings, models, precision, device) + _live(models.spec))
+        "activations": tokens
+        * (_kept(settings, models.spec, student, precision, device) + _live(models.spec))
         + _mask(settings),
         "logits": _chunk(models.spec.vocab_size, tokens, precision, device) + head,
     }
@@ -152,17 +171,16 @@ def _chunk(vocab: int, tokens: int, precision: str, device: str) -> int:
     return 2 * min(tokens, MOST_TOKENS) * row_width(vocab) * itemsize
 
 
-def _kept(settings: LogitsSettings, models: Models, precision: str, device: str) -> int:
+def _kept(
+    settings: LogitsSettings, spec: TeacherSpec, student: ModelFacts, precision: str, device: str
+) -> int:
     """What the forward pass keeps for the backward pass, bytes a token."""
     backend, _ = dispatch.choose("window_attention", dispatch.asked_for("window_attention"), device)
     scores = backend == "reference"
-    layers = [
-        (x.visits, saved_bytes(models.spec, x, precision, scores=scores))
-        for x in models.hybrid.layers
-    ]
+    layers = [(x.visits, saved_bytes(spec, x, precision, scores=scores)) for x in student.layers]
     if not settings.gradient_checkpointing:
         return sum(visits * saved for visits, saved in layers)
-    inputs = sum(visits for visits, _ in layers) * models.spec.hidden_size * FP32
+    inputs = sum(visits for visits, _ in layers) * spec.hidden_size * FP32
     return inputs + max(saved for _, saved in layers)
 
 
@@ -184,6 +202,9 @@ def saved_bytes(
             total += _SAVED_SCORE * layer.window * spec.num_attention_heads
     if spec.qk_norm is not None:
         total += _SAVED_QK_NORM * width
+    _, rank = spec.own_tensors(layer.layer)
+    matrices = _MIXER_MATRICES + (_MLP_MATRICES if mlp else 0)
+    total += _SAVED_CORRECTION[precision] * rank * matrices
     if not mlp:
         return total + 12 * spec.hidden_size
     if spec.norm_layout == "sandwich":

@@ -12,6 +12,7 @@ from ltconvert.convert.inspect import ModelFacts
 from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.convert.transfer import student_options
 from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.planning.machine import Machine
 from ltconvert.distill.planning.models import Models
@@ -68,7 +69,8 @@ def stage_work(stage: str, recipe: Recipe, models: Models) -> Work:
         return _align(recipe.align, models)
     if stage == "select":
         return _select(recipe, models)
-    return _train(getattr(recipe, stage), models)
+    student = models.origin if stage == "loop" else models.hybrid
+    return _train(getattr(recipe, stage), models, student)
 
 
 def _align(settings: AlignSettings, models: Models) -> Work:
@@ -76,7 +78,7 @@ def _align(settings: AlignSettings, models: Models) -> Work:
     at_once = settings.layers_at_once or max(len(layers), 1)
     passes = -(-len(layers) // at_once)
     length = settings.seq_len_tokens
-    teacher = forward_flops(models.teacher, models.spec, length, head=False)
+    teacher = forward_flops(models.origin, models.spec, length, head=False)
     mixers = sum(
         x.visits * _mixer_flops(models.linear, models.spec, x.layer, length) for x in layers
     )
@@ -89,29 +91,24 @@ def _align(settings: AlignSettings, models: Models) -> Work:
     )
 
 
-def _train(settings: LogitsSettings, models: Models) -> Work:
+def _train(settings: LogitsSettings, models: Models, trained: ModelFacts) -> Work:
     plan, length = plan_steps(settings), settings.seq_len_tokens
     teacher = forward_flops(models.teacher, models.spec, length)
-    student = forward_flops(models.hybrid, models.spec, length)
+    student = forward_flops(trained, models.spec, length)
     passes = 4 if settings.gradient_checkpointing else 3
     tokens = plan.steps * plan.step_tokens
     return Work(
         tokens,
         plan.steps,
         tokens * (teacher + passes * student),
-        plan.steps * models.hybrid.parameters * OPTIMISER_BYTES,
+        plan.steps * trained.parameters * OPTIMISER_BYTES,
     )
 
 
 def selection_cost(recipe: Recipe, models: Models) -> Cost:
     """What selecting costs if nothing settles early."""
-    spec, student = models.spec, recipe.student
-    config = LT2Config.from_spec(
-        spec,
-        loops=student.loops,
-        prelude_layers=student.prelude_layers,
-        coda_layers=student.coda_layers,
-    )
+    options = student_options(models.spec, recipe.student.model_dump())
+    config = LT2Config.from_spec(models.spec, **options)
     return most_cost(recipe.select, config.schedule(), models.keep)
 
 
@@ -119,14 +116,14 @@ def _select(recipe: Recipe, models: Models) -> Work:
     cost, length = selection_cost(recipe, models), recipe.select.seq_len_tokens
     # Scored passes are of either model, with or without one layer changed.
     body = max(
-        forward_flops(x, models.spec, length, head=False) for x in (models.teacher, models.linear)
+        forward_flops(x, models.spec, length, head=False) for x in (models.origin, models.linear)
     )
     scored = _scored_tokens(recipe, models, cost)
     flops = cost.forward_tokens * body + 2 * scored * _head_flops(models.spec)
     if not cost.trained_tokens:
         return Work(cost.tokens, 0, flops)
     settings, steps = short_settings(recipe.logits, recipe.select)
-    one = _train(settings, models)
+    one = _train(settings, models, models.hybrid)
     share = steps / (steps + 1)  # its budget holds one step that is not trained
     layers = models.spec.num_layers
     return Work(
@@ -149,7 +146,8 @@ def forward_flops(model: ModelFacts, spec: TeacherSpec, length: int, *, head: bo
     """A forward pass of one token in rows of ``length`` tokens."""
     total = 0.0
     for layer in model.layers:
-        mlp = 2 * (layer.parameters - layer.mixer_parameters)
+        used, used_by_mixer = layer.visited
+        mlp = 2 * (used - used_by_mixer)
         total += layer.visits * (mlp + _mixer_flops(model, spec, layer.layer, length))
     return total + (_head_flops(spec) if head else 0.0)
 
@@ -157,7 +155,7 @@ def forward_flops(model: ModelFacts, spec: TeacherSpec, length: int, *, head: bo
 def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) -> float:
     facts = model.layers[layer]
     width = spec.num_attention_heads * spec.head_dim
-    flops = 2.0 * facts.mixer_parameters
+    flops = 2.0 * facts.visited[1]
     if facts.mixer in PRODUCTS:
         within, across = PRODUCTS[facts.mixer]
         flops += width * (within * CHUNK_TOKENS + 2 * across * spec.head_dim)

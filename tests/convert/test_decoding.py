@@ -72,6 +72,8 @@ def test_greedy_tokens_are_those_of_generate(family: str, mixers: str) -> None:
         {"loops": 1},
         {"loops": 3},
         {"loops": 3, "prelude_layers": 1, "coda_layers": 1},
+        {"loops": 3, "coda_layers": 1, "tied_rank": 0},
+        {"tied_rank": 3},
         {"sdpa_gate": True, "loop_residual": True},
         {"short_conv": False},
         {"conv_size": 2},
@@ -81,7 +83,7 @@ def test_greedy_tokens_are_those_of_generate(family: str, mixers: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("mixers", ["hybrid", "gdn_window", "delta", "decay"])
-@pytest.mark.parametrize("family", ["llama", "ouro"])
+@pytest.mark.parametrize("family", ["llama", "ouro", "qwen2"])
 def test_every_option_of_a_student(family: str, mixers: str, options: dict[str, Any]) -> None:
     model = model_of(family, mixers, **options)
     decoder = decoder_of(model)
@@ -217,6 +219,20 @@ def test_a_model_with_joined_weights_trains_and_is_saved(tmp_path: Any) -> None:
     assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
     model(tokens(1, 5), labels=tokens(1, 5)).loss.backward()
     assert model.model.layers[1].mixer.k_proj.weight.grad.any()
+
+
+@pytest.mark.parametrize("tied_rank", [0, 3])
+def test_a_decoder_of_tied_loops_notices_that_they_were_trained(tied_rank: int) -> None:
+    model = model_of("qwen2", "hybrid", tied_rank=tied_rank)
+    decoder, second = decoder_of(model), decoder_of(model)
+    for each in (decoder, second):  # copies of their own, or one memory for both
+        assert each.generate(**prompts(), max_new_tokens=NEW).tolist() == plain(model, prompts())
+    with torch.no_grad():
+        model.model.layers[1].mixer.q_proj.bias.add_(1.0)
+    with pytest.raises(ValueError, match="make a new Decoder"):
+        decoder.generate(**prompts(), max_new_tokens=NEW)
+    again = decoder_of(model).generate(**prompts(), max_new_tokens=NEW)
+    assert again.tolist() == plain(model, prompts())
 
 
 def test_layers_of_two_dtypes_are_not_joined() -> None:

@@ -47,15 +47,16 @@ def direct_loss(
     context = model.context(h_BTC, attention_mask=batch.keep_BT, segment_ids=batch.segment_ids_BT)
     keep = batch.keep_BT
     losses = []
-    for _ in range(model.spec.num_loops):
+    for loop in range(model.spec.num_loops):
         for i, layer in enumerate(model.layers):
-            x_BTC = layer.pre_mixer_norm(h_BTC)
-            target = layer.post_mixer_norm(layer.mixer(x_BTC, context))
+            context = context.at(loop)
+            x_BTC = layer.mixer_input(h_BTC, loop)
+            target = layer.mixer_contribution(layer.mixer(x_BTC, context), loop)
             if student.config.mixers[i] != "full":
-                guess = layer.post_mixer_norm(pupil.layers[i].mixer(x_BTC, context))
+                guess = layer.mixer_contribution(pupil.layers[i].mixer(x_BTC, context), loop)
                 losses.append((guess - target)[keep].square().mean() / target[keep].square().mean())
             h_BTC = h_BTC + target
-            h_BTC = h_BTC + layer.mlp_branch(h_BTC)
+            h_BTC = h_BTC + layer.mlp_branch(h_BTC, loop)
         if model.spec.loop_norm == "every":
             h_BTC = model.norm(h_BTC)
     return torch.stack(losses).mean(), len(losses)
@@ -65,12 +66,13 @@ def mixer_gradients(student: LT2ForCausalLM) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in student.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "tied"])
 @pytest.mark.parametrize(
     "mixers", [["gdn"] * 3, ["window"] * 3, ["kda", "mamba2", "retnet"]], ids="-".join
 )
 def test_local_backwards_equal_one_global_loss(family: str, mixers: list[str]) -> None:
-    teacher, student = pair(family, mixers)
+    tied = {"family": "qwen2", "num_loops": 3, "tied_rank": 2} if family == "tied" else {}
+    teacher, student = pair(**({"family": family, "mixers": mixers} | tied))
     batch = packed(padding=4)
     objective = AlignObjective(teacher, student)
     parts: list[Tensor] = []

@@ -17,6 +17,7 @@ from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import build_student
+from ltconvert.convert.tying import tie_layers
 from ltconvert.distill.align import AlignObjective
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.distill.optim import plan_steps
@@ -96,6 +97,46 @@ def test_trained_parameters_are_those_of_the_objectives(family: str, mixer: str)
     assert rows["logits"] == trained(LogitsObjective(teacher, whole, recipe().logits)) + gate
 
 
+LOOPED = {"loops": 2, "prelude_layers": 1, "coda_layers": 1, "loop_start": "average"}
+
+
+def test_a_dense_teacher_is_looped_first_and_the_plan_says_at_what_cost() -> None:
+    """8 layers: a prelude, 3 tied ones that run twice, a coda."""
+    student = LOOPED | {"loop_rank": 4, "full_layers": 2}
+    healing = {"budget_tokens": 1_000_000, "batch_tokens": 8192}
+    made = make(sections={"student": student, "loop": healing})
+    assert [row.stage for row in made.rows] == ["loop", "align", "select", "logits", "longctx"]
+    assert made.rows[0].tokens == 123 * 8192 and made.rows[0].hours > 0
+    looped = tie_layers(tiny_model(deep()), loops=2, prelude=1, coda=1, rank=4)
+    size = sum(p.numel() for p in looped.parameters())
+    assert made.rows[0].trained_parameters == size
+    assert made.student.loops == 2 and len(made.student.layers) == 5 and made.keep == 2
+    assert [layer.visits for layer in made.student.layers] == [1, 2, 2, 2, 1]
+    teacher = sum(p.numel() for p in tiny_model(deep()).parameters())
+    memory = {row.stage: row.memory for row in made.rows}
+    assert memory["loop"]["teacher"] == 4 * teacher == memory["logits"]["teacher"]
+    assert memory["loop"]["optimiser"] == 8 * size
+    assert memory["align"]["teacher"] == 4 * (teacher + size)  # the looped one is compared with
+    assert any("in 2 loops (" in x and "single loops' own)" in x for x in summary_lines(made))
+
+
+def test_a_visit_of_a_tied_layer_counts_one_loops_corrections() -> None:
+    """At rank 0 a looped model multiplies as much as the dense one it came from."""
+    bare = models_of(recipe(student=LOOPED | {"loop_rank": 0}), deep())
+    assert forward_flops(bare.origin, bare.spec, 64) == forward_flops(bare.teacher, deep(), 64)
+    ranked = models_of(recipe(student=LOOPED | {"loop_rank": 4}), deep())
+    corrections = 4 * (7 * 32 + 3 * 48 + 2 * 48 + 2 * 24)  # inputs and outputs of seven matrices
+    more = forward_flops(ranked.origin, ranked.spec, 64) - forward_flops(bare.origin, bare.spec, 64)
+    assert more == 6 * 2 * corrections
+
+
+def test_layers_that_do_not_divide_are_refused_by_the_plan() -> None:
+    with pytest.raises(UserError, match=r"leave 6, which student\.loops 4 does not divide"):
+        make(sections={"student": LOOPED | {"loops": 4}})
+    with pytest.raises(ValueError, match=r"student\.loops is 2, the teacher runs 1.*loop_start"):
+        make(sections={"student": {"loops": 2}})
+
+
 def test_weights_gradients_and_optimiser_add_up() -> None:
     spec, chosen = deep(), recipe(student={"full_layers": 2})
     models = models_of(chosen, spec)
@@ -129,7 +170,7 @@ def test_logits_on_a_gpu_are_two_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "mixer", ["full", "gdn", "gdn_window", "deltanet", "kda", "mamba2", "retnet", "dsa", "nsa"]
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3", "ouro"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "ouro", "tied"])
 def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, precision: str) -> None:
     """The growth of saved memory with one more layer and with more tokens."""
 
@@ -157,20 +198,23 @@ def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, preci
     grown = (kept(2, 128) - kept(1, 128)) - (kept(2, 64) - kept(1, 64))
     config = LT2Config.from_spec(shape(family, 1), [mixer], **small)
     layer = model_facts(config).layers[0]
-    assert saved_bytes(shape(family, 1), layer, precision) == pytest.approx(grown / 64, rel=0.25)
+    predicted = layer.visits * saved_bytes(shape(family, 1), layer, precision)
+    assert predicted == pytest.approx(grown / 64, rel=0.25)
 
 
 def shape(family: str, num_layers: int) -> TeacherSpec:
-    """One loop, proportions of a real model."""
+    """One loop, proportions of a real model; tied ones two."""
+    tied = family == "tied"
     return tiny_spec(
-        family,
+        "llama" if tied else family,
+        tied_rank=24 if tied else None,
         hidden_size=64,
         intermediate_size=176,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         num_layers=num_layers,
-        num_loops=1,
+        num_loops=2 if tied else 1,
         layer_rope=("default",) * num_layers,
         layer_windows=(None,) * num_layers,
     )

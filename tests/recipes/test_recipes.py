@@ -106,8 +106,11 @@ def test_values_from_the_command_line(text: str, section: str, key: str, value: 
     ("override", "expected"),
     [
         ("logits.temprature=2", "did you mean logits.temperature?"),
-        ("temperature=2", "did you mean logits.temperature or longctx.temperature?"),
-        ("logit.temperature=2", "did you mean logits.temperature"),
+        (
+            "temperature=2",
+            "did you mean loop.temperature or logits.temperature or longctx.temperature?",
+        ),
+        ("logit.temperature=2", "did you mean logits.temperature?"),
         ("logits.temperature=-1", "logits.temperature: input should be greater than 0 (got -1)"),
         ("logits=3", "logits is a section"),
         ("logits.temperature", "expected section.key=value"),
