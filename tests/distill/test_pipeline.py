@@ -211,16 +211,16 @@ def test_disabled_stages_leave_no_trace(case: Path, teacher: Teacher, tmp_path: 
     assert same(dict(attention), dict(teacher.model.model.layers[1].mixer.state_dict()))
 
 
-TYING = [name for name in recipes.names() if "loop_start" in recipes.load(name)["student"]]
-
-
-@pytest.mark.parametrize("name", [name for name in recipes.names() if name not in TYING])
+@pytest.mark.parametrize("name", recipes.names())
 def test_every_recipe_converts(name: str, case: Path, teacher: Teacher, tmp_path: Path) -> None:
     """Its student, its way to choose layers and its stages, at toy size."""
     loaded = recipes.load(name)
     few = {"budget_tokens": 128}
     small = {"window_tokens": 8, "top_k_tokens": 8, "block_tokens": 4, "chosen_blocks": 2}
     student = {"full_layers": 1} | loaded["student"] | small
+    if "loop_start" in student:  # one layer, and one that runs twice
+        student |= {"prelude_layers": 1, "coda_layers": 0, "loop_rank": 2}
+        student["loop_calibration_tokens"] = 128
     if isinstance(turns := student.get("mixer"), list):
         student["mixer"] = turns[-3:]
     if isinstance(share := student["full_layers"], float):
@@ -237,6 +237,7 @@ def test_every_recipe_converts(name: str, case: Path, teacher: Teacher, tmp_path
         case,
         tmp_path,
         student=student,
+        loop=few,
         align=few | enabled["align"],
         select=method | enabled["select"],
         logits=few,
@@ -244,7 +245,8 @@ def test_every_recipe_converts(name: str, case: Path, teacher: Teacher, tmp_path
     )
     mixer = loaded["student"].get("mixer", "gdn")
     mixers = mixer if isinstance(mixer, list) else [mixer]
-    assert result.student.config.mixers.count("full") == student["full_layers"]
+    if mixers != ["full"]:
+        assert result.student.config.mixers.count("full") == student["full_layers"]
     assert set(result.student.config.mixers) <= {"full", *mixers}
     assert same(weights(result.student_dir), dict(result.student.state_dict()))
     assert all(math.isfinite(row["kl"]) for row in result.rows)
