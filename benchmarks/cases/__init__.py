@@ -8,6 +8,7 @@ OPS = (
     "decode_linear",
     "decode_window",
     "decay_attention",
+    "window_attention",
     "short_conv",
     "norm_gate",
     "sparse_attention",
