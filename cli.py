@@ -176,6 +176,12 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(min=0.01)] = 1.0,
     beams: Annotated[int, typer.Option(min=1, help="Beam search; the text comes at its end.")] = 1,
     seed: Annotated[int, typer.Option()] = 0,
+    exit_threshold: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, help="Leave the loops at this exit probability; 1: run them all."
+        ),
+    ] = None,
     fast: Annotated[
         bool, typer.Option("--fast", help="Static cache; on a GPU one CUDA graph a token.")
     ] = False,
@@ -184,7 +190,7 @@ def generate(
     from ltconvert import cli_generate
 
     settings = cli_generate.Sampling(
-        max_new_tokens, temperature, top_p, top_k, repetition_penalty, beams, seed
+        max_new_tokens, temperature, top_p, top_k, repetition_penalty, beams, seed, exit_threshold
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     asked = cli_generate.Prompt(text, chat or system is not None, system)

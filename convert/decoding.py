@@ -36,7 +36,13 @@ class Decoder:
         prefill_tokens: the prompt is read in chunks of so many.
         block_tokens: new tokens come, and stop tokens are looked for, in blocks of so many. The
             next block is on its way by then, so that nothing waits.
-        graph: replay a CUDA graph; by default where the model is on a GPU.
+        graph: replay a CUDA graph; by default where the model is on a GPU and all loops are run.
+        exit_threshold: loops end for a token once the exit probabilities of all rows, those that
+            have ended included, add up to it; None: never. ``cache.steps`` and ``cache.loops``
+            then count the tokens of a call and the loops that they took.
+
+    Raises:
+        ValueError: a threshold without an exit gate, or with a graph, which cannot branch.
     """
 
     def __init__(
@@ -48,12 +54,18 @@ class Decoder:
         prefill_tokens: int = 2048,
         block_tokens: int = 8,
         graph: bool | None = None,
+        exit_threshold: float | None = None,
     ) -> None:
         self.model, self.batch, self.max_length = model, batch, max_length
         self.prefill_tokens, self.block_tokens = prefill_tokens, block_tokens
-        self.graph = model.device.type == "cuda" if graph is None else graph
         self.cache = StaticCache.for_model(model, batch, max_length)
-        self.step = Step(model, self.cache)
+        self.step = Step(model, self.cache, exit_threshold)
+        if graph and self.step.exits:
+            raise ValueError(
+                f"a CUDA graph cannot branch: with exit_threshold {exit_threshold} leave out graph"
+            )
+        on_gpu = model.device.type == "cuda" and not self.step.exits
+        self.graph = on_gpu if graph is None else graph
         self.generator = torch.Generator(model.device)
         with torch.inference_mode(False):
             self.token_B = torch.zeros(batch, dtype=torch.int64, device=model.device)

@@ -5,12 +5,12 @@ Shape letters: B rows, T new tokens, S cached and new tokens together, D head wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from ltconvert.convert.mixers.flex import block_mask, fits
@@ -26,6 +26,7 @@ class SequenceContext:
         keep_BS: False at padding, over cached and new tokens; None when nothing is padding.
         keep_BT: the same over the new tokens alone; None when none of them is padding.
         segment_ids_BT: the document of each new token; None when a row is one document.
+        kept: by mixer, what its last visit took into its cache; None where nobody asks.
     """
 
     rope: dict[str, tuple[Tensor, Tensor]]
@@ -35,8 +36,14 @@ class SequenceContext:
     keep_BS: Tensor | None = None
     keep_BT: Tensor | None = None
     segment_ids_BT: Tensor | None = None
+    kept: dict[nn.Module, Sequence[Tensor]] | None = None
     _made: dict[Hashable, Any] = field(default_factory=dict)
     _block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
+
+    def keep(self, mixer: nn.Module, taken_in: Sequence[Tensor]) -> None:
+        """Note what ``mixer.take_in`` can put into the cache of another visit."""
+        if self.kept is not None:
+            self.kept[mixer] = taken_in
 
     def prepare(self, windows: Iterable[int | None]) -> None:
         """Make the masks of a pass without a cache, before compiled layers read them."""

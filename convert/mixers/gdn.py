@@ -94,7 +94,17 @@ class GatedDeltaNet(Projections):
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         heads = project_together(x_BTC, self.b_proj, self.a_proj)
         projected = [*self.project(x_BTC), *heads, self.gate_proj(x_BTC)]
+        context.keep(self, projected)
         return self.o_proj(self.mix(projected, context, cache_layer).to(x_BTC.dtype))
+
+    def take_in(
+        self,
+        kept: Sequence[Tensor],
+        context: SequenceContext,
+        cache_layer: LinearAttentionCacheLayerMixin,
+    ) -> None:
+        """Update the state in ``cache_layer`` with what another visit of this layer projected."""
+        self.mix(kept, context, cache_layer)
 
     def mix(
         self,

@@ -23,6 +23,10 @@ class LoopCache(Cache):
 
     It counts its tokens itself, since a model whose layers are all linear has no layer that does.
 
+    Attributes:
+        steps, loops: tokens that were free to leave their loops early, and the loops that were
+            computed for them.
+
     Args:
         layer_types: transformers' name of the cache of each slot.
         windows: window in tokens of each slot; read where the type is ``sliding_attention``.
@@ -33,6 +37,7 @@ class LoopCache(Cache):
     def __init__(self, layer_types: Sequence[str], windows: Sequence[int | None]) -> None:
         super().__init__(layers=[_layer(t, w) for t, w in zip(layer_types, windows, strict=True)])
         self.num_tokens = 0
+        self.steps = self.loops = 0
 
     @property
     def is_compileable(self) -> bool:
@@ -52,6 +57,11 @@ class LoopCache(Cache):
         """Count tokens that all slots have taken in."""
         self.num_tokens += num_tokens
 
+    def count_loops(self, loops: int) -> None:
+        """Count a token that was free to leave after any loop."""
+        self.steps += 1
+        self.loops += loops
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back tokens, as assisted generation does with a rejected draft.
 
@@ -68,7 +78,7 @@ class LoopCache(Cache):
     def reset(self) -> None:
         """Forget everything, keep the objects."""
         super().reset()
-        self.num_tokens = 0
+        self.num_tokens = self.steps = self.loops = 0
 
 
 class _OwnTokenLayer(DynamicSlidingWindowLayer):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
 
 from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.exits import exit_probabilities
 from ltconvert.convert.students.lt2_config import LT2Config
 from ltconvert.convert.students.lt2_model import (
     CACHE_NAME,
@@ -52,6 +53,26 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    def expected_logits(self, output: LT2Output) -> Tensor:
+        """Logits of all loops averaged by their exit probabilities, [B, T, V], fp32 at least.
+
+        Ouro's weighted exit (arXiv 2510.25741): the mean of logits, not of probabilities.
+
+        Args:
+            output: of a forward pass through all loops.
+
+        Raises:
+            ValueError: the model has no exit gate.
+        """
+        if output.exit_logits is None or output.loop_states is None:
+            raise ValueError(
+                f"a {self.config.family} model has no exit gate to average its loops by; "
+                "take output.logits"
+            )
+        weights_BTL = exit_probabilities(output.exit_logits)
+        parts = zip(weights_BTL.split(1, dim=-1), output.loop_states, strict=True)
+        return torch.stack([weight * self.logits(h_BTC) for weight, h_BTC in parts]).sum(0)
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -65,9 +86,12 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         segment_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        exit_threshold: float | None = None,
         **_: Any,
     ) -> LT2Output:
-        """Token ids [B, T] -> logits [B, T or logits_to_keep, V] of the last loop.
+        """Token ids [B, T] -> logits [B, T or logits_to_keep, V] of the last loop computed.
+
+        ``exit_threshold`` see ``LT2Model.forward``; ``generate()`` takes it as well.
 
         ``labels`` [B, T] are the token ids themselves, -100 where no loss is wanted; they are
         shifted here, as everywhere in transformers. The loss is their mean, or their sum over
@@ -81,6 +105,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
             cache=cache if cache is not None else past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            exit_threshold=exit_threshold,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         output.logits = self.logits(output.last_hidden_state[:, keep])
@@ -125,18 +150,6 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         )
 
     continuous_batching_context_manager = generate_batch
-
-
-def exit_probabilities(exit_logits_BTL: Tensor) -> Tensor:
-    """Probability of leaving after each loop, [B, T, loops], summing to 1.
-
-    ``p_t = sigmoid(g_t) prod_{j<t} (1 - sigmoid(g_j))``; the last loop takes what remains, its own
-    gate value unused (Ouro).
-    """
-    stay_log = F.logsigmoid(-exit_logits_BTL[..., :-1].float()).cumsum(-1)
-    before_log = F.pad(stay_log, (1, 0))
-    leave_log = F.logsigmoid(exit_logits_BTL[..., :-1].float())
-    return torch.cat([leave_log + before_log[..., :-1], before_log[..., -1:]], dim=-1).exp()
 
 
 AutoConfig.register("lt2", LT2Config, exist_ok=True)

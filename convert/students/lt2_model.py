@@ -21,6 +21,7 @@ from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.rope import Rope
 from ltconvert.convert.students.blocks import DecoderLayer, LayerCall, run_layer
 from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
 from ltconvert.kernels.segments import segment_counts
@@ -36,8 +37,8 @@ class LT2Output(CausalLMOutputWithPast):
     """Output of LT2Model and LT2ForCausalLM; the cache is under the name that transformers uses.
 
     Attributes:
-        loop_states: the normed residual stream [B, T, C] after each loop.
-        exit_logits: the exit gate after each loop, [B, T, loops].
+        loop_states: the normed residual stream [B, T, C] after each loop that was computed.
+        exit_logits: the exit gate after each of them, [B, T, loops].
     """
 
     last_hidden_state: Tensor | None = None
@@ -238,9 +239,19 @@ class LT2Model(LT2PreTrainedModel):
         cache: LoopCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        exit_threshold: float | None = None,
         **_: Any,
     ) -> LT2Output:
-        """Token ids [B, T] -> last_hidden_state [B, T, C], loop_states, exit_logits, cache."""
+        """Token ids [B, T] -> last_hidden_state [B, T, C], loop_states, exit_logits, cache.
+
+        ``exit_threshold`` is for one token behind a cache: once the exit probabilities of the loops
+        so far add up to it in all rows, the loops that are left are not computed (``exits.py``
+        says what their caches get). Prompts go through all loops; so does everything at 1.
+
+        Raises:
+            ValueError: a cache of another model, or a threshold without an exit gate.
+        """
+        leaves = leaving(self, exit_threshold)
         if inputs_embeds is not None and input_ids is None:
             h_BTC = inputs_embeds
         elif input_ids is not None and inputs_embeds is None:
@@ -258,7 +269,11 @@ class LT2Model(LT2PreTrainedModel):
             segment_ids=segment_ids,
             past_length=0 if cache is None else cache.num_tokens,
         )
-        state = self.run(self.start(h_BTC), context, cache)
+        state = self.start(h_BTC)
+        if leaves is not None and cache is not None and cache.num_tokens and h_BTC.shape[1] == 1:
+            state = run_until_exit(self, state, context, cache, leaves)
+        else:
+            state = self.run(state, context, cache)
         if cache is not None:
             cache.advance(h_BTC.shape[1])
         gate = self.exit_gate

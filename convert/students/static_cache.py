@@ -50,6 +50,7 @@ class StaticCache(LoopCache):
         Cache.__init__(self, layers=layers)
         self.batch, self.max_length = batch, max_length
         self.num_tokens, self.settled = 0, False
+        self.steps = self.loops = 0
 
     @classmethod
     def for_model(cls, model: Any, batch: int, max_length: int) -> StaticCache:
