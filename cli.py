@@ -101,12 +101,16 @@ def select_layers(
     out: Out = None,
     overrides: Overrides = None,
     revision: Revision = None,
+    per_loop: Annotated[
+        bool, typer.Option("--per-loop", help="Looped teachers: a score for each layer and loop.")
+    ] = False,
 ) -> None:
     """Rank the layers: which must stay full attention. `distill` with the same --out goes on."""
-    from ltconvert import cli_run
+    from ltconvert import cli_select
 
     resolved = _recipe(recipe, budget, data, overrides)
-    cli_run.select_layers(session, resolved, teacher, out, revision)
+    verb = cli_select.per_loop if per_loop else cli_select.select_layers
+    verb(session, resolved, teacher, out, revision)
 
 
 @app.command()

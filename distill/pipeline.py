@@ -78,6 +78,7 @@ class Pipeline:
     lineage: Lineage
     log: RunLog
     device: torch.device
+    until: str | None = None
     _heldout: list[Batch] | None = None
 
     @property
@@ -95,20 +96,28 @@ class Pipeline:
         """How far each stage is."""
         return self.lineage.records
 
+    @property
+    def stages(self) -> list[str]:
+        """Those that are to run, in order."""
+        wanted = self.recipe.stages
+        return [
+            s for s in wanted if self.until is None or s in STAGES[: STAGES.index(self.until) + 1]
+        ]
+
     def run(self) -> PipelineResult:
         """All stages that are not finished; then the student is saved and the table is shown."""
         student = None if self.records[START].finished else self._start()
-        for stage in self.recipe.stages:
+        for stage in self.stages:
             if self.records[stage].finished:
                 self.log.say(f"{stage}: finished before, skipped")
                 self.shelf.clear_checkpoints(stage)
                 student = None
             else:
                 student = self._run_stage(stage, student or self.lineage.student_before(stage))
-        last = [START, *self.recipe.stages][-1]
+        last = [START, *self.stages][-1]
         student = student or self.lineage.student_after(last)
         self._keep_final(last, student)
-        rows = [summary.row(record) for record in self.records.values()]
+        rows = [summary.row(self.records[name]) for name in (START, *self.stages)]
         summary.show(self.log, rows)
         kept = [i for i in range(len(student.model.layers)) if not is_converted(student, i)]
         return PipelineResult(student, self.shelf.final, rows, kept, self.lineage.precision)
@@ -185,7 +194,7 @@ class Pipeline:
         if is_main_process() and self.shelf.final_hash() not in wanted:
             self.shelf.save_final(student, self.lineage.provenance(last))
         wait_for_everyone()
-        self.shelf.drop(self.recipe.stages)
+        self.shelf.drop(self.stages)
 
 
 def run(
@@ -196,6 +205,7 @@ def run(
     *,
     device: torch.device | str | None = None,
     precision: str = "auto",
+    until: str | None = None,
 ) -> PipelineResult:
     """Convert a teacher by a recipe; the same call after a crash goes on where it stopped.
 
@@ -204,6 +214,7 @@ def run(
         run_dir: made if need be.
         device: the teacher's by default.
         precision: ``fp32``, ``bf16``, or ``auto``: what the run began with, else the faster one.
+        until: the last stage to run; None for all.
 
     Raises:
         UserError: the folder holds a run of another teacher, recipe or setting; the disk refuses;
@@ -229,4 +240,4 @@ def run(
         lineage.check()
         if is_main_process():
             write_whole(run_dir / RECIPE_FILE, recipes.dump(recipe))
-        return Pipeline(lineage, log, device).run()
+        return Pipeline(lineage, log, device, until).run()

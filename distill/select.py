@@ -19,6 +19,12 @@ from ltconvert.distill.processes import is_main_process, wait_for_everyone
 from ltconvert.distill.selection import kl_fast, kl_greedy, kl_trained, recall
 from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.distill.selection.partial import Progress
+from ltconvert.distill.selection.per_loop import (
+    PER_LOOP_FILE,
+    PER_LOOP_FOLDER,
+    VisitScores,
+    rank_visits,
+)
 from ltconvert.distill.selection.probe import Probe
 from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
 from ltconvert.distill.selection.render import render_selection
@@ -127,6 +133,28 @@ def without_scores(
     if settings.method == "uniform" or keep in (0, num_layers):
         return given(uniform_layers(keep, num_layers), num_layers)
     return None
+
+
+def per_loop(inputs: StageInputs, run_dir: Path) -> VisitScores:
+    """Score every visit of a looped layer and write ``per_loop/per_loop.json``; resumes by itself.
+
+    Args:
+        inputs: as those of the stage, the student with all layers linear.
+
+    Raises:
+        UserError: the student does not loop.
+    """
+    loops = inputs.student.config.num_loops
+    if loops == 1:
+        raise UserError("the student has one loop, so there is nothing to compare by loop")
+    settings = inputs.recipe.select.model_copy(update={"method": "kl-fast"})
+    keep = count_full_layers(inputs.recipe.student.full_layers, inputs.teacher.spec.num_layers)
+    folder = run_dir / PER_LOOP_FOLDER
+    probe = make_probe(settings, inputs, folder, keep)
+    scores = rank_visits(probe)
+    if is_main_process():
+        scores.save(folder / PER_LOOP_FILE)
+    return scores
 
 
 def make_probe(settings: SelectSettings, inputs: StageInputs, stage_dir: Path, keep: int) -> Probe:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ltconvert.distill.selection.per_loop import VisitScores
 from ltconvert.distill.selection.ranking import Stability
 from ltconvert.distill.selection.result import Selection
 
@@ -27,6 +28,33 @@ _TITLES = {
 def render_selection(selection: Selection) -> RenderableType:
     """The ranked table, then how stable the choice was, what it cost, how to use it."""
     return Group(_table(selection), *(Text(line) for line in summary_lines(selection)))
+
+
+def render_per_loop(scores: VisitScores) -> RenderableType:
+    """Layers by loops, in nats a token; the best visits stand out."""
+    table = Table(title="KL gained by one visit made full, nats a token")
+    table.add_column("layer", justify="right")
+    for loop in range(scores.loops):
+        table.add_column(f"loop {loop + 1}", justify="right")
+    table.add_column("sum", justify="right")
+    best = {(v["layer"], v["loop"]) for v in (scores.visits[s] for s in scores.best)}
+    for layer in range(scores.num_layers):
+        gains = [scores.gain(layer, loop) for loop in range(scores.loops)]
+        cells = [
+            Text("-" if gain is None else f"{gain:.4f}" + (" *" if (layer, loop) in best else ""))
+            for loop, gain in enumerate(gains)
+        ]
+        table.add_row(str(layer), *cells, f"{sum(gain or 0.0 for gain in gains):.4f}")
+    early = ", stopped early" if scores.stopped_early else ""
+    cost = scores.cost
+    lines = [
+        f"* the best {len(best)} of {len(scores.visits)} visits, {scores.batches} batches{early}",
+        f"Cost: {cost.tokens:,} tokens, {cost.forwards:,.1f} forward passes of a batch, "
+        f"{cost.seconds:,.1f} s",
+        f"KL of the student with no full layer: {scores.student_kl:.4f} nats a token",
+        "A student keeps a layer full in all its loops: this explains a choice, it makes none",
+    ]
+    return Group(table, *(Text(line) for line in lines))
 
 
 def summary_lines(selection: Selection) -> list[str]:
