@@ -16,7 +16,7 @@ import torch
 from ltconvert.distill.data import Batch, PackedStream
 from ltconvert.distill.logits import frozen_copy
 from ltconvert.distill.processes import is_main_process, wait_for_everyone
-from ltconvert.distill.selection import kl_fast, kl_greedy, kl_trained, recall
+from ltconvert.distill.selection import kl_fast, kl_gates, kl_greedy, kl_trained, recall
 from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.distill.selection.partial import Progress
 from ltconvert.distill.selection.per_loop import (
@@ -40,6 +40,7 @@ METHODS: dict[str, Callable[[Probe], Scores]] = {
     "kl": kl_trained.rank,
     "kl-fast": kl_fast.rank,
     "kl-greedy": kl_greedy.rank,
+    "kl-gates": kl_gates.rank,
     "recall": recall.rank,
     "recall-greedy": kl_greedy.rank,
 }
@@ -181,7 +182,7 @@ def read_batches(settings: SelectSettings, inputs: StageInputs) -> list[Batch]:
 
     The same in every call and every process.
     """
-    if settings.method == "recall":
+    if settings.method in ("recall", "kl-gates"):
         return []
     if settings.method == "recall-greedy":
         examples = recall.draw(settings, inputs.tokenizer, inputs.seed)

@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 
 STAGES = ("align", "select", "logits", "longctx")  # in the order in which they run
 CompileSetting = Literal["auto", "off", "layers"]
-Method = Literal["kl", "kl-fast", "kl-greedy", "recall", "recall-greedy", "uniform", "list"]
+Method = Literal[
+    "kl", "kl-fast", "kl-greedy", "kl-gates", "recall", "recall-greedy", "uniform", "list"
+]
 
 
 class Settings(BaseModel):
@@ -162,7 +164,9 @@ class SelectSettings(Settings):
     )
     seq_len_tokens: int = Field(512, gt=0, description="length of a row")
     train_tokens: int = Field(
-        2_000_000, gt=0, description="kl: tokens of short distillation a layer"
+        2_000_000,
+        gt=0,
+        description="kl: tokens of short distillation a layer; kl-gates: in all",
     )
     recall_examples: int = Field(
         64, gt=0, description="recall, recall-greedy: synthetic retrieval examples"

@@ -48,6 +48,8 @@ def most_cost(settings: SelectSettings, schedule: Sequence[Step], keep: int) -> 
     method = settings.method
     if method in ("uniform", "list") or keep in (0, num_layers):
         return Cost()
+    if method == "kl-gates":
+        return Cost(trained_tokens=settings.train_tokens)
     rows, batches = batch_shape(settings)
     tokens = rows * settings.seq_len_tokens
     each = each_layer_forwards(schedule)

@@ -18,6 +18,7 @@ _TITLES = {
     "gain": "KL gained when full",
     "mean_rank": "mean rank",
     "kl": "KL after training",
+    "gate": "gate",
     "trained_share": "trained",
     "log_prob_drop": "log-prob. lost",
     "accuracy_drop": "accuracy lost",
@@ -67,13 +68,18 @@ def summary_lines(selection: Selection) -> list[str]:
         lines.append(_stability(selection))
     cost = selection.cost
     if cost.tokens or cost.trained_tokens:
-        parts = [f"{cost.tokens:,} tokens", f"{cost.forwards:,.1f} forward passes of a batch"]
+        parts = []
+        if cost.tokens:
+            parts = [f"{cost.tokens:,} tokens", f"{cost.forwards:,.1f} forward passes of a batch"]
         if cost.trained_tokens:
             parts.append(f"{cost.trained_tokens:,} tokens of training")
         lines.append(f"Cost: {', '.join(parts)}, {cost.seconds:,.1f} s")
     if "student_kl" in selection.facts:
         kl = selection.facts["student_kl"]
         lines.append(f"KL of the student with no full layer: {kl:.4f} nats a token")
+    if "gated_kl" in selection.facts:
+        kl = selection.facts["gated_kl"]
+        lines.append(f"KL with gates as drawn in the last step: {kl:.4f} nats a token")
     if "teacher_accuracy" in selection.facts:
         lines.append(f"Teacher's exact answers: {selection.facts['teacher_accuracy']:.0%}")
     return [*lines, f"To use it without selecting again: {selection.setting}"]
