@@ -147,6 +147,13 @@ def evaluate(
         Path | None, typer.Option(help="Folder with lm-eval task files of your own.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Documents a task.")] = None,
+    loop_cache: Annotated[
+        str | None, typer.Option(help="last: also decode with the last loop's keys, and compare.")
+    ] = None,
+    exit_threshold: Annotated[
+        list[float] | None,
+        typer.Option(help="Also decode with early exit, and compare; repeatable."),
+    ] = None,
     budget: Budget = None,
     data: Data = None,
     out: Annotated[
@@ -159,6 +166,8 @@ def evaluate(
 
     extra = [] if tasks is None else [f"eval.tasks={tasks}"]
     extra += [] if limit is None else [f"eval.task_limit={limit}"]
+    extra += [] if loop_cache is None else [f"eval.loop_cache={loop_cache}"]
+    extra += [] if not exit_threshold else [f"eval.exit_thresholds={exit_threshold}"]
     options = {} if data is None else {"data": {"source": data}}
     models = cli_eval.find(teacher, student)
     recipe = cli_eval.recipe_of(models, budget, options, [*extra, *(overrides or [])])
@@ -186,6 +195,9 @@ def generate(
             min=0.0, max=1.0, help="Leave the loops at this exit probability; 1: run them all."
         ),
     ] = None,
+    loop_cache: Annotated[
+        str, typer.Option(help="own, or last: loops share the last one's keys, a T-th of them.")
+    ] = "own",
     fast: Annotated[
         bool, typer.Option("--fast", help="Static cache; on a GPU one CUDA graph a token.")
     ] = False,
@@ -194,7 +206,15 @@ def generate(
     from ltconvert import cli_generate
 
     settings = cli_generate.Sampling(
-        max_new_tokens, temperature, top_p, top_k, repetition_penalty, beams, seed, exit_threshold
+        max_new_tokens,
+        temperature,
+        top_p,
+        top_k,
+        repetition_penalty,
+        beams,
+        seed,
+        exit_threshold,
+        loop_cache,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     asked = cli_generate.Prompt(text, chat or system is not None, system)

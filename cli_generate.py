@@ -56,6 +56,7 @@ class Sampling:
 
     Attributes:
         exit_threshold: loops end at this exit probability; None: all are run.
+        loop_cache: whose keys loops look at, see ``students/shared_cache.py``.
     """
 
     max_new_tokens: int
@@ -66,6 +67,7 @@ class Sampling:
     beams: int = 1
     seed: int = 0
     exit_threshold: float | None = None
+    loop_cache: str = "own"
 
     def options(self) -> dict[str, Any]:
         """Arguments of transformers' `generate`."""
@@ -128,7 +130,7 @@ def _plain(model: Teacher, input_ids: Tensor, sampling: Sampling) -> tuple[Conti
 
     from ltconvert.convert.students.lt2_model import CACHE_NAME
 
-    cache = model.model.new_cache()
+    cache = model.model.new_cache(sampling.loop_cache)
 
     def go_on(streamer: Any) -> list[int]:
         torch.manual_seed(sampling.seed)
@@ -156,7 +158,11 @@ def _fast(model: Teacher, input_ids: Tensor, sampling: Sampling) -> tuple[Contin
     )
     new = sampling.max_new_tokens
     decoder = Decoder(
-        model.model, 1, input_ids.shape[1] + new, exit_threshold=sampling.exit_threshold
+        model.model,
+        1,
+        input_ids.shape[1] + new,
+        exit_threshold=sampling.exit_threshold,
+        loop_cache=sampling.loop_cache,
     )
     decoder.prepare(choice)
 

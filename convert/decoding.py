@@ -40,6 +40,8 @@ class Decoder:
         exit_threshold: loops end for a token once the exit probabilities of all rows, those that
             have ended included, add up to it; None: never. ``cache.steps`` and ``cache.loops``
             then count the tokens of a call and the loops that they took.
+        loop_cache: ``last``: full layers keep the keys of their last loop alone, in 1/loops of the
+            memory (``students/shared_cache.py``); prompts are then read in one pass.
 
     Raises:
         ValueError: a threshold without an exit gate, or with a graph, which cannot branch.
@@ -55,10 +57,14 @@ class Decoder:
         block_tokens: int = 8,
         graph: bool | None = None,
         exit_threshold: float | None = None,
+        loop_cache: str | None = None,
     ) -> None:
         self.model, self.batch, self.max_length = model, batch, max_length
-        self.prefill_tokens, self.block_tokens = prefill_tokens, block_tokens
-        self.cache = StaticCache.for_model(model, batch, max_length)
+        # A second chunk would look at the last loop's keys of the first one.
+        one_pass = loop_cache == "last"
+        self.prefill_tokens = max_length if one_pass else prefill_tokens
+        self.block_tokens = block_tokens
+        self.cache = StaticCache.for_model(model, batch, max_length, loop_cache)
         self.step = Step(model, self.cache, exit_threshold)
         if graph and self.step.exits:
             raise ValueError(

@@ -6,7 +6,7 @@ unit in their names. Unknown keys are errors.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
@@ -223,6 +223,13 @@ class EvalSettings(Settings):
     generation_tokens: int = Field(48, gt=0, description="new tokens a prompt")
     decode_contexts_tokens: list[PositiveInt] = Field(
         [1024, 4096], description="contexts at which decode speed and cache size are measured"
+    )
+    loop_cache: Literal["own", "last"] = Field(
+        "own",
+        description="looped models: `last` also measures decoding in which loops share keys",
+    )
+    exit_thresholds: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        [], description="looped models: also measure decoding that leaves loops at these"
     )
     tasks: list[str] = Field(["ltconvert_offline"], description="lm-eval task names")
     task_limit: int | None = Field(None, gt=0, description="documents a task")

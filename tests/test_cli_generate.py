@@ -71,3 +71,14 @@ def test_a_model_without_a_gate_says_so(
     )
     assert run(app, ["generate", str(tmp_path / "m"), "-p", "x", "--exit-threshold", "0.5"]) == 2
     assert "has no exit gate; leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fast", [[], ["--fast"]], ids=str)
+def test_loops_can_share_the_last_ones_keys(
+    fast: list[str], student: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = text(capsys, student, *fast, "--loop-cache", "last")
+    assert shared == text(capsys, student, "--loop-cache", "last")
+    assert shared != text(capsys, student, "--loop-cache", "own") == text(capsys, student)
+    assert run(app, ["generate", student, "-p", "x", *fast, "--loop-cache", "first"]) == 2
+    assert "choose one of own, last" in capsys.readouterr().err

@@ -15,6 +15,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ltconvert.convert.students.shared_cache import share
+
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
 
 
@@ -30,12 +32,19 @@ class LoopCache(Cache):
     Args:
         layer_types: transformers' name of the cache of each slot.
         windows: window in tokens of each slot; read where the type is ``sliding_attention``.
+        owner_of: the slot whose cache each slot uses, see ``shared_cache``; None: its own.
     """
 
     settled = False  # a static one may be, see there
 
-    def __init__(self, layer_types: Sequence[str], windows: Sequence[int | None]) -> None:
-        super().__init__(layers=[_layer(t, w) for t, w in zip(layer_types, windows, strict=True)])
+    def __init__(
+        self,
+        layer_types: Sequence[str],
+        windows: Sequence[int | None],
+        owner_of: Sequence[int] | None = None,
+    ) -> None:
+        layers: list[Any] = [_layer(t, w) for t, w in zip(layer_types, windows, strict=True)]
+        super().__init__(layers=share(layers, owner_of or range(len(layers))))
         self.num_tokens = 0
         self.steps = self.loops = 0
 

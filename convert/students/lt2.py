@@ -43,9 +43,9 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         """Weight of the head, [V, C]; the embedding's when tied."""
         return self.lm_head.weight
 
-    def new_cache(self) -> LoopCache:
-        """An empty cache with a slot for every visit of a layer."""
-        return self.model.new_cache()
+    def new_cache(self, loop_cache: str | None = None) -> LoopCache:
+        """An empty cache with a slot for every visit of a layer; see ``LT2Model.new_cache``."""
+        return self.model.new_cache(loop_cache)
 
     def logits(self, h_BTC: Tensor) -> Tensor:
         """Normed hidden states -> logits [..., V], soft cap applied."""
@@ -87,11 +87,12 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         segment_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         exit_threshold: float | None = None,
+        loop_cache: str | None = None,
         **_: Any,
     ) -> LT2Output:
         """Token ids [B, T] -> logits [B, T or logits_to_keep, V] of the last loop computed.
 
-        ``exit_threshold`` see ``LT2Model.forward``; ``generate()`` takes it as well.
+        ``exit_threshold`` and ``loop_cache`` see ``LT2Model.forward``; ``generate()`` takes both.
 
         ``labels`` [B, T] are the token ids themselves, -100 where no loss is wanted; they are
         shifted here, as everywhere in transformers. The loss is their mean, or their sum over
@@ -106,6 +107,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             exit_threshold=exit_threshold,
+            loop_cache=loop_cache,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         output.logits = self.logits(output.last_hidden_state[:, keep])
@@ -128,7 +130,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
                 "by LT2; leave it out (and the --compile of `transformers serve`), or pass a "
                 "StaticCache as past_key_values"
             )
-        model_kwargs[CACHE_NAME] = self.new_cache()
+        model_kwargs[CACHE_NAME] = self.new_cache(model_kwargs.get("loop_cache"))
 
     @property
     def init_continuous_batching(self) -> NoReturn:  # type: ignore[override]

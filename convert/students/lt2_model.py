@@ -24,6 +24,7 @@ from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
+from ltconvert.convert.students.shared_cache import owners
 from ltconvert.kernels.segments import segment_counts
 
 # transformers renamed the cache of models and outputs after 5.17
@@ -109,10 +110,10 @@ class LT2Model(LT2PreTrainedModel):
             sdpa_gate=config.sdpa_gate,
         )
 
-    def new_cache(self) -> LoopCache:
-        """An empty cache with a slot for every visit."""
+    def new_cache(self, loop_cache: str | None = None) -> LoopCache:
+        """An empty cache with a slot for every visit; ``last`` see ``shared_cache``."""
         windows = [self.config.window(step.layer) for step in self.schedule]
-        return LoopCache(self.config.layer_types, windows)
+        return LoopCache(self.config.layer_types, windows, owners(self.config, loop_cache))
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids [B, T] -> the residual stream [B, T, C]."""
@@ -240,6 +241,7 @@ class LT2Model(LT2PreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         exit_threshold: float | None = None,
+        loop_cache: str | None = None,
         **_: Any,
     ) -> LT2Output:
         """Token ids [B, T] -> last_hidden_state [B, T, C], loop_states, exit_logits, cache.
@@ -247,6 +249,7 @@ class LT2Model(LT2PreTrainedModel):
         ``exit_threshold`` is for one token behind a cache: once the exit probabilities of the loops
         so far add up to it in all rows, the loops that are left are not computed (``exits.py``
         says what their caches get). Prompts go through all loops; so does everything at 1.
+        ``loop_cache`` is that of a cache that is made here, see ``new_cache``.
 
         Raises:
             ValueError: a cache of another model, or a threshold without an exit gate.
@@ -260,7 +263,7 @@ class LT2Model(LT2PreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         cache = cache if cache is not None else past_key_values
         if cache is None and use_cache:
-            cache = self.new_cache()
+            cache = self.new_cache(loop_cache)
         self._check_cache(cache)
         context = self.context(
             h_BTC,

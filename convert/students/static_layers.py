@@ -17,6 +17,7 @@ from transformers.cache_utils import (
 )
 
 from ltconvert.convert.students.lt2_config import LT2Config
+from ltconvert.convert.students.shared_cache import EarlierLoop
 
 
 class StaticKeys(CacheLayerMixin):
@@ -164,8 +165,8 @@ def static_layer(
 
 
 def keys_of(layer: Any) -> list[Tensor]:
-    """Keys and values of a cache's layer; none of a linear one."""
-    if not isinstance(layer, CacheLayerMixin):
+    """Keys and values of a cache's layer; none of a linear one, or of one that shows another's."""
+    if not isinstance(layer, CacheLayerMixin) or isinstance(layer, EarlierLoop):
         return []
     return [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import FAMILIES, tiny_model, tiny_spec, tokens
+from loop_case import MIXERS, NEW, OPTIONS, PROMPT, ROWS, SAMPLING, decoded, looped, naive, padded
 
 from ltconvert.convert.checkpoint import load_student, save_student
 from ltconvert.convert.decoding import Decoder
@@ -16,81 +17,6 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.lt2_model import CACHE_NAME
 from ltconvert.convert.transfer import build_student
 from ltconvert.errors import UserError
-
-MIXERS = {
-    "full": ["full", "full", "full"],
-    "window": ["window", "window", "window"],
-    "gdn": ["gdn", "gdn", "gdn"],
-    "gdn_window": ["gdn_window", "gdn", "gdn_window"],
-    "hybrid": ["gdn", "full", "window"],
-}
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"prelude_layers": 1, "coda_layers": 1},
-    {"sdpa_gate": True, "loop_residual": True},
-    {"short_conv": False},
-    {"window_tokens": 1},
-]
-PROMPT, NEW, ROWS = 5, 8, 2
-SAMPLING = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-
-
-def looped(mixers: str, family: str = "ouro", loops: int = 4, **options: Any) -> LT2ForCausalLM:
-    spec = tiny_spec(family, num_loops=loops, exit_gate=True)
-    return tiny_model(spec, MIXERS[mixers], **({"window_tokens": 4} | options)).double()
-
-
-@torch.no_grad()
-def naive(
-    model: LT2ForCausalLM, ids_BT: torch.Tensor, threshold: float
-) -> tuple[torch.Tensor, list[int]]:
-    """Logits [B, T, V] and loops a token; no caches: each visit keeps the inputs of its mixer."""
-    inner, config = model.model, model.config
-    core = range(config.prelude_layers, config.num_layers - config.coda_layers)
-    read: list[list[torch.Tensor]] = [[] for _ in inner.schedule]
-    logits, loops = [], []
-    for t in range(ids_BT.shape[1]):
-        context = inner.context(inner.embed(ids_BT[:, : t + 1]))
-        h = loop_in = inner.embed(ids_BT[:, t : t + 1])
-        stay, exit_loop, last = torch.ones(len(ids_BT)), None, {}
-        for step in inner.schedule:
-            layer = inner.layers[step.layer]
-            if exit_loop is not None and step.layer in core:
-                read[step.slot].append(last[step.layer])
-                continue
-            loop_in = h if step.opens_loop else loop_in
-            last[step.layer] = layer.mixer_input(h)
-            read[step.slot].append(last[step.layer])
-            mixed = layer.mixer(torch.cat(read[step.slot], dim=1), context)[:, -1:]
-            h = h + layer.mixer_contribution(mixed)
-            h = h + layer.mlp_branch(h)
-            if step.closes_loop:
-                if inner.loop_residual is not None:
-                    h = h + inner.loop_residual[step.loop] * loop_in
-                normed = inner.norm(h)
-                stay = stay * (1 - torch.sigmoid(inner.exit_gate(normed))[:, 0, 0])
-                if t >= PROMPT and bool((1 - stay >= threshold).all()):
-                    exit_loop = step.loop
-                ends = exit_loop is not None or step.loop == inner.spec.num_loops - 1
-                if inner.spec.loop_norm == "every" or (ends and not config.coda_layers):
-                    h = normed
-        logits.append(model.logits(inner.norm(h) if config.coda_layers else h))
-        loops.append(inner.spec.num_loops if exit_loop is None else exit_loop + 1)
-    return torch.cat(logits, dim=1), loops
-
-
-@torch.no_grad()
-def decoded(
-    model: LT2ForCausalLM, ids_BT: torch.Tensor, threshold: float
-) -> tuple[torch.Tensor, list[int]]:
-    """The same with a cache, token by token behind the prompt."""
-    cache = model.new_cache()
-    pieces = ids_BT.split([PROMPT] + [1] * (ids_BT.shape[1] - PROMPT), dim=1)
-    outputs = [model(piece, cache=cache, exit_threshold=threshold) for piece in pieces]
-    loops = [len(output.loop_states) for output in outputs[1:]]
-    assert (cache.steps, cache.loops) == (len(loops), sum(loops))
-    assert all(o.exit_logits.shape[-1] == len(o.loop_states) for o in outputs)
-    return torch.cat([output.logits for output in outputs], dim=1), loops
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.6])
@@ -132,13 +58,6 @@ def test_threshold_one_is_the_plain_path(mixers: str, options: dict[str, Any]) -
     decoder = Decoder(model, ROWS, PROMPT + NEW, exit_threshold=1.0)
     assert torch.equal(decoder.generate(ids, max_new_tokens=NEW), plain[:, PROMPT:])
     assert decoder.cache.steps == 0
-
-
-def padded() -> dict[str, torch.Tensor]:
-    ids, mask = torch.zeros(2, 3, 11, dtype=torch.long)
-    for row, length in enumerate((11, 3, 7)):
-        ids[row, -length:], mask[row, -length:] = tokens(1, length, seed=length), 1
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
@@ -265,3 +184,13 @@ def test_the_gate_outlives_conversion_and_saving(tmp_path: Any) -> None:
     kept = load_student(tmp_path / "student").model.exit_gate
     for name, value in teacher.model.exit_gate.state_dict().items():
         assert torch.equal(kept.state_dict()[name], value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixers", list(MIXERS))
+def test_on_a_gpu_steps_are_launched_and_leave_as_generate_does(mixers: str) -> None:
+    model, ids = looped(mixers).float().cuda(), tokens(ROWS, PROMPT).cuda()
+    whole = model.generate(ids, exit_threshold=0.4, **SAMPLING)
+    decoder = Decoder(model, ROWS, PROMPT + NEW, exit_threshold=0.4)
+    assert not decoder.graph
+    assert torch.equal(decoder.generate(ids, max_new_tokens=NEW), whole[:, PROMPT:].cpu())
