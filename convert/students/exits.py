@@ -3,8 +3,9 @@
 A loop that is left leaves holes in the caches of those behind it, which a later token that goes
 deeper would look into. They are filled with what the token's last loop made: the mixer of a skipped
 visit takes in what the same layer read in the last loop that was computed, without reading its
-cache or giving anything. For softmax attention these are that loop's keys and values again, as
-Ouro does (arXiv 2510.25741); for a recurrence the same update, of the skipped loop's own state.
+cache or giving anything. For softmax attention these are that loop's keys and values again (the
+last loop's are those that Ouro's paper, arXiv 2510.25741, finds it can best reuse); for a
+recurrence the same update, of the skipped loop's own state.
 
 B rows, T tokens, C hidden width.
 """
