@@ -23,7 +23,8 @@ help:
 	@echo "make clean      remove build outputs (not the environment)"
 
 demo: $(VENV)/.with-teacher
-	$(BIN)/ltconvert distill --teacher smollm2-135m --recipe hybrid25 --budget demo --data pydoc --out $(DEMO_OUT)
+	$(BIN)/ltconvert distill --teacher smollm2-135m --recipe hybrid25 --budget demo --data pydoc \
+		--set select.method=recall-greedy --out $(DEMO_OUT)
 	@echo "report: $(DEMO_OUT)/report.md and $(DEMO_OUT)/report.html"
 
 test: $(VENV)/.with-test

@@ -13,7 +13,7 @@ from ltconvert.distill.reporting.tables import size
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
-    from ltconvert.convert.inspect import LayerFacts
+    from ltconvert.convert.inspect import LayerFacts, ModelFacts
     from ltconvert.convert.students.lt2 import LT2Config
 
 CONTEXTS_TOKENS = (4096, 32_768, 131_072)
@@ -33,6 +33,7 @@ def run(reference: str, revision: str | None, *, as_json: bool, verbose: bool) -
     output.print_facts(reference, _summary(config))
     sizes = {
         "parameters": output.human_count(facts.parameters),
+        **_own_tensors(config, facts),
         "cache a token": size(facts.cache_bytes_per_token),
         "cache at any length": size(facts.constant_bytes),
     }
@@ -68,6 +69,14 @@ def read_config(reference: str, revision: str | None) -> tuple[LT2Config, dict[s
             return LT2Config.from_pretrained(reference), read_provenance(reference)
     spec, source = describe_teacher(reference, revision=revision)
     return LT2Config.from_spec(spec), dict(source)
+
+
+def _own_tensors(config: LT2Config, facts: ModelFacts) -> dict[str, Any]:
+    """What the loops of a core do not share, where that is not nothing."""
+    if config.tied_rank is None:
+        return {}
+    own = output.human_count(facts.own_parameters)
+    return {"of these, single loops' own": f"{own}, corrections of rank {config.tied_rank}"}
 
 
 def _summary(config: LT2Config) -> dict[str, Any]:

@@ -174,8 +174,8 @@ def _check_out(run_dir: Path) -> None:
         )
 
 
-def run_stages(start: Start, until: str | None = None) -> PipelineResult:
-    """All stages that the recipe asks for, or those until one, and that are not finished."""
+def run_stages(start: Start) -> PipelineResult:
+    """All stages that the recipe asks for and that are not finished."""
     from ltconvert.distill import pipeline
 
     with start.log.hearing("ltconvert.kernels"):
@@ -186,7 +186,6 @@ def run_stages(start: Start, until: str | None = None) -> PipelineResult:
             start.log,
             device=start.device,
             precision=start.precision,
-            until=until,
         )
 
 

@@ -49,31 +49,32 @@ def per_loop(
     """Align, then score each visit of a layer; prints layers by loops. Nothing is chosen by it.
 
     Raises:
-        UserError: the student does not loop.
+        UserError: the student does not loop, or nothing in it is converted.
     """
     from ltconvert.convert.teachers.load import describe_teacher
-    from ltconvert.distill import select
+    from ltconvert.convert.transfer import origin_spec
+    from ltconvert.distill import pipeline, select
     from ltconvert.distill.processes import is_main_process
     from ltconvert.distill.selection.per_loop import PER_LOOP_FILE, PER_LOOP_FOLDER
     from ltconvert.distill.selection.render import render_per_loop
-    from ltconvert.distill.stage import StageInputs
-    from ltconvert.recipes.schema import STAGES
 
     spec, _ = describe_teacher(teacher_name, revision=revision)
-    if (recipe.student.loops or spec.num_loops) == 1:
+    loops = recipe.student.loops or origin_spec(spec, recipe.student.model_dump()).num_loops
+    if loops == 1:
         raise UserError("--per-loop compares loops, and this student has one; leave it out")
+    if "select" not in recipe.stages:
+        raise UserError("--per-loop needs what the stage select reads: set select.enabled=true")
     start = begin(session, recipe, teacher_name, out, revision)
-    result = run_stages(start, until="align")
-    inputs = StageInputs(
-        teacher=start.teacher,
-        recipe=start.recipe,
-        student=result.student,
-        tokenizer=start.teacher.tokenizer,
-        log=start.log,
-        precision=result.precision,
-        device=start.device,
-        seed=recipe.seed + 1 + STAGES.index("select"),
-    )
+    with start.log.hearing("ltconvert.kernels"):
+        inputs = pipeline.inputs_of(
+            "select",
+            start.recipe,
+            start.teacher,
+            start.run_dir,
+            start.log,
+            device=start.device,
+            precision=start.precision,
+        )
     scores = select.per_loop(inputs, start.run_dir)
     start.log.close()
     if not is_main_process():

@@ -22,14 +22,13 @@ class LoopedObjective:
     """Cross-entropy of the next token after every loop, their mean; or after the last one alone.
 
     Args:
-        model: trained whole but for its exit gate, which enters no logits.
+        model: trained whole but for its exit gate, where it has one: that enters no logits.
     """
 
     def __init__(self, model: LT2ForCausalLM, lr: float, *, every_loop: bool = True) -> None:
         self.module, self._lr, self._every_loop = model.train().requires_grad_(True), lr, every_loop
-        gate = model.model.exit_gate
-        assert gate is not None
-        gate.requires_grad_(False)
+        if (gate := model.model.exit_gate) is not None:
+            gate.requires_grad_(False)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """One group."""

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ltconvert.convert.decode_weights import join, linears_of
-from ltconvert.convert.mixers.attention import Attention
-from ltconvert.convert.mixers.gdn import GatedDeltaNet
-from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.linear import Place
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.static_layers import StaticKeys
@@ -27,18 +25,19 @@ from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_linear import GateActivation, decode_linear
 from ltconvert.kernels.decode_norm import decode_norm
 from ltconvert.kernels.decode_window import decode_window
-from ltconvert.kernels.gdn_step import gdn_step
 
 _ACTIVATIONS: dict[str, GateActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj", "rest_proj")
+_PROJECTIONS = (
+    "q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj", "rest_proj",
+    "index_q_proj", "index_k_proj", "index_weight_proj", "branch_proj",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Now:
+class Now(Place):
     """What all visits of one step share; all of it on the device.
 
     Attributes:
-        rope: (cos, sin), each [B, D], by RoPE name.
         slots: by number of slots, where the new token goes, [B].
         used: by number of slots, how many are filled then, [B].
         outside: by window, whether a token of the row lies before it, [B].
@@ -46,7 +45,6 @@ class Now:
         kept: by layer, the projections of its last visit, [B, R]; None where nobody asks.
     """
 
-    rope: dict[str, tuple[Tensor, Tensor]]
     slots: dict[int, Tensor]
     used: dict[int, Tensor]
     outside: dict[int, Tensor]
@@ -108,11 +106,11 @@ class AttentionStep(LayerStep):
 
     def _place(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
         width = sum(self.sizes[:3])
-        return _placed(y_BR[:, :width], self.layer.mixer, cache_layer, now, norms=True)
+        return placed(y_BR[:, :width], self.layer.mixer, cache_layer, now, norms=True)
 
 
-class GatedDeltaNetStep(LayerStep):
-    """The recurrence, its convolution and its gated norm."""
+class LinearStep(LayerStep):
+    """A recurrence, its convolution and its gated norm."""
 
     def mix(self, y_BR: Tensor, cache_layer: LinearAttentionLayer, now: Now) -> Tensor:
         """See ``LayerStep``."""
@@ -120,7 +118,7 @@ class GatedDeltaNetStep(LayerStep):
 
     def take_in(self, y_BR: Tensor, cache_layer: LinearAttentionLayer, now: Now) -> None:
         """See ``LayerStep``; a recurrence reads no more than it writes."""
-        GatedDeltaNetStep.mix_heads(self, *self.parts(y_BR, now), cache_layer, now)
+        LinearStep.mix_heads(self, *self.parts(y_BR, now), cache_layer, now)
 
     def parts(self, y_BR: Tensor, now: Now) -> tuple[Tensor, list[Tensor]]:
         """q, k and v side by side [B, M], normed where the layer does, and the rest."""
@@ -132,51 +130,28 @@ class GatedDeltaNetStep(LayerStep):
     def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
         """q, k, v, and the other projections in their order -> outputs of the heads, [B, H, D]."""
         mixer: Any = self.layer.mixer
-        gate_BM, beta_BH, decay_BH = others[:3]
-        return gdn_step(
-            qkv_BM, beta_BH, decay_BH, mixer.log_rate, mixer.rate_bias,
-            cache_layer.recurrent_states[0], mixer.out_norm_weight,
-            gate_BM.unflatten(1, (mixer.num_heads, mixer.head_dim)),
-            eps=mixer.spec.rms_norm_eps, gate_fn="2sigmoid",
-            conv_weight_CW=None if mixer.conv is None else mixer.conv.weight,
-            conv_history_BCP=None if mixer.conv is None else cache_layer.conv_states[0],
-        )  # fmt: skip
+        gate_BM, *rates = others[: 1 + len(mixer.RATES)]
+        return mixer.step(qkv_BM, gate_BM, rates, cache_layer, now)
 
 
-class WindowedGatedDeltaNetStep(GatedDeltaNetStep):
+class WindowedGatedDeltaNetStep(LinearStep):
     """The recurrence and a ring of keys under one softmax."""
 
     def take_in(self, y_BR: Tensor, cache_layer: Any, now: Now) -> None:
         """See ``LayerStep``; both parts."""
         super().take_in(y_BR, cache_layer, now)
-        _placed(self.parts(y_BR, now)[0], self.layer.mixer, cache_layer, now, norms=False)
+        placed(self.parts(y_BR, now)[0], self.layer.mixer, cache_layer, now, norms=False)
 
     def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
-        """See ``GatedDeltaNetStep``."""
+        """See ``LinearStep``."""
         mixer: Any = self.layer.mixer
         linear_BHD = super().mix_heads(qkv_BM, others, cache_layer, now)
-        q_BHD = _placed(qkv_BM, mixer, cache_layer, now, norms=False)
+        q_BHD = placed(qkv_BM, mixer, cache_layer, now, norms=False)
         return decode_window(
             q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots],
             linear_BHD, others[3], now.outside[mixer.window],
             scale=mixer.spec.attention_scale, soft_cap=mixer.spec.attention_softcap,
         )  # fmt: skip
-
-
-def layer_step(layer: DecoderLayer) -> LayerStep:
-    """The one-token form of a layer.
-
-    Raises:
-        ValueError: its mixer has none.
-    """
-    mixer = layer.mixer
-    if isinstance(mixer, Attention):
-        return AttentionStep(layer)
-    if isinstance(mixer, WindowedGatedDeltaNet):
-        return WindowedGatedDeltaNetStep(layer)
-    if isinstance(mixer, GatedDeltaNet):
-        return GatedDeltaNetStep(layer)
-    raise ValueError(f"a {mixer.kind} mixer has no one-token step; use the model's own generate()")
 
 
 def _add(x_BM: Tensor, linear: nn.Linear, norm: nn.Module, residual_BC: Tensor) -> Tensor:
@@ -210,7 +185,7 @@ def _head_norms(mixer: Any) -> dict[str, Any]:
     }
 
 
-def _placed(qkv_BM: Tensor, mixer: Any, cache: StaticKeys, now: Now, *, norms: bool) -> Tensor:
+def placed(qkv_BM: Tensor, mixer: Any, cache: StaticKeys, now: Now, *, norms: bool) -> Tensor:
     """Queries [B, H, D] with positions; keys and values go into the cache."""
     cos_BD, sin_BD = (None, None) if mixer.rope_name is None else now.rope[mixer.rope_name]
     return decode_heads(

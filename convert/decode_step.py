@@ -10,10 +10,26 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ltconvert.convert.decode_layers import LayerStep, Now, layer_step, norm_of, normed
+from ltconvert.convert.decode_layers import (
+    AttentionStep,
+    LayerStep,
+    LinearStep,
+    Now,
+    WindowedGatedDeltaNetStep,
+    norm_of,
+    normed,
+)
+from ltconvert.convert.decode_sparse import BlockSparseAttentionStep, SparseAttentionStep
+from ltconvert.convert.mixers.attention import Attention
+from ltconvert.convert.mixers.dsa import SparseAttention
+from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.linear import LinearMixer
+from ltconvert.convert.mixers.nsa import BlockSparseAttention
+from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.exits import Leaving, core_layers, leaving
 from ltconvert.convert.students.loop import Step as Visit
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.convert.students.merge import in_loop
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import StaticKeys, StaticKeysAndState
 from ltconvert.kernels.decode_linear import decode_linear
@@ -39,7 +55,7 @@ class Step:
         self.model, self.cache = model, cache
         self.exits = leaving(model.model, exit_threshold) is not None
         self.exit_threshold = exit_threshold
-        self.layers = [layer_step(layer) for layer in model.model.layers]
+        self.layers = _layer_steps(model)
         kinds = [layer for layer in cache.layers if isinstance(layer, StaticKeys)]
         self.sizes = sorted({layer.slots for layer in kinds})
         both = [layer for layer in kinds if isinstance(layer, StaticKeysAndState)]
@@ -55,17 +71,19 @@ class Step:
         decoder, core = self.model.model, core_layers(self.model.model)
         leaves, left = leaving(decoder, self.exit_threshold), False
         kept: dict[LayerStep, Tensor] = {}
+        seen: dict[int, LayerStep] = {}  # by physical layer, the step of its last visit
         now = self._now(kept if self.exits else None)
         # Behind `now`: what is launched here ends what kernels of the layers may not wait for.
         h_BC = loop_in_BC = decoder.embed(token_B)
         for visit in decoder.schedule:
-            layer, cache_layer = self.layers[visit.layer], self.cache.layers[visit.slot]
+            layer, cache_layer = self.layers[visit.slot], self.cache.layers[visit.slot]
             if left and visit.layer in core:
+                layer = seen[visit.layer]
                 layer.take_in(kept[layer], cache_layer, now)
                 continue
             if visit.opens_loop:
                 loop_in_BC = h_BC
-            h_BC = layer(h_BC, cache_layer, now)
+            h_BC, seen[visit.layer] = layer(h_BC, cache_layer, now), layer
             if visit.closes_loop and decoder.loop_residual is not None:
                 h_BC = h_BC + decoder.loop_residual[visit.loop].to(h_BC.dtype) * loop_in_BC
             if visit.closes_loop:
@@ -97,9 +115,49 @@ class Step:
         tables = {name: rope(lengths_B[:, None]) for name, rope in ropes}
         return Now(
             rope={name: (cos[:, 0], sin[:, 0]) for name, (cos, sin) in tables.items()},
+            positions_B=lengths_B,
             slots={size: lengths_B % size for size in self.sizes},
             used={size: (lengths_B + 1).clamp(max=size) for size in self.sizes},
             outside={window: lengths_B >= window for window in self.windows},
             first=torch.zeros_like(lengths_B),
             kept=kept,
         )
+
+
+def _layer_steps(model: LT2ForCausalLM) -> list[LayerStep]:
+    """The step of every visit: one a layer, and one a loop where loops have tensors of their own.
+
+    A correction would be two more launches a matrix; merged, a visit reads as much as in a dense
+    model, and the memory of the merged copies is what that takes.
+    """
+    inner = model.model
+    steps: dict[tuple[int, int], LayerStep] = {}
+    found = []
+    for visit in inner.schedule:
+        loops, _ = inner.spec.own_tensors(visit.layer)
+        key = visit.layer, visit.loop if loops > 1 else 0
+        if key not in steps:
+            layer = inner.layers[visit.layer]
+            steps[key] = layer_step(layer if loops == 1 else in_loop(layer, visit.loop))
+        found.append(steps[key])
+    return found
+
+
+def layer_step(layer: DecoderLayer) -> LayerStep:
+    """The one-token form of a layer.
+
+    Raises:
+        ValueError: its mixer has none.
+    """
+    mixer = layer.mixer
+    if isinstance(mixer, SparseAttention):
+        return SparseAttentionStep(layer)
+    if isinstance(mixer, BlockSparseAttention):
+        return BlockSparseAttentionStep(layer)
+    if isinstance(mixer, Attention):
+        return AttentionStep(layer)
+    if isinstance(mixer, WindowedGatedDeltaNet):
+        return WindowedGatedDeltaNetStep(layer)
+    if isinstance(mixer, LinearMixer):
+        return LinearStep(layer)
+    raise ValueError(f"a {mixer.kind} mixer has no one-token step; use the model's own generate()")

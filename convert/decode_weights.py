@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from ltconvert.convert.mixers.projection import Linear
+
 
 def join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """(weight [R, C], bias [R] or None) of linear layers of one input, in their order.
@@ -41,9 +43,16 @@ def split(model: nn.Module) -> None:
                 parameter.data = parameter.data.clone()
 
 
-def places(model: nn.Module) -> tuple[tuple[int, torch.dtype], ...]:
-    """Where all parameters lie: other places mean that what points at them is out of date."""
-    return tuple((p.data_ptr(), p.dtype) for p in model.parameters())
+def places(model: nn.Module) -> tuple[tuple[int, torch.dtype, int], ...]:
+    """Where all parameters lie: other places mean that what points at them is out of date.
+
+    Of linear layers that loops share also how often they were changed: a Decoder holds them merged.
+    """
+    tied = (m for m in model.modules() if isinstance(m, Linear) and m.loops > 1)
+    merged = {id(p) for module in tied for p in module.parameters() if not p.is_inference()}
+    return tuple(
+        (p.data_ptr(), p.dtype, p._version if id(p) in merged else 0) for p in model.parameters()
+    )
 
 
 def _join(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:

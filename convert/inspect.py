@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ltconvert.convert.mixers import MIXERS
+from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 
@@ -17,11 +20,15 @@ class LayerFacts:
     """One physical layer.
 
     Attributes:
-        mixer: ``full``, ``window`` or ``gdn``.
+        mixer: one of ``MIXERS``.
         window: tokens that its attention sees (the token itself counted), None for all or none.
+        attended: tokens that a query attends to at most, where it chooses them among all.
+        choosing_width: multiplications that looking at one token costs a query that chooses.
         rope: name of its positions, None for none.
         visits: how often a forward pass runs it; each visit has a cache of its own.
         parameters, mixer_parameters: of the layer, and of its mixer alone.
+        own_parameters, mixer_own_parameters: of these, what is one loop's own, all loops together.
+        aligned_parameters: of its mixer, those that the stage `align` trains.
         cache_bytes_per_token: over all visits, growing with every token.
         cache_tokens: tokens after which the cache stops growing, None where it never does.
         state_bytes: over all visits, whatever the context (recurrent state, convolution history).
@@ -30,13 +37,27 @@ class LayerFacts:
     layer: int
     mixer: str
     window: int | None
+    attended: int | None
+    choosing_width: float
     rope: str | None
     visits: int
     parameters: int
     mixer_parameters: int
+    own_parameters: int
+    mixer_own_parameters: int
+    aligned_parameters: int
     cache_bytes_per_token: int
     cache_tokens: int | None
     state_bytes: int
+
+    @property
+    def visited(self) -> tuple[int, int]:
+        """Parameters that one visit uses, of the layer and of its mixer."""
+        others = self.visits - 1
+        return (
+            self.parameters - self.own_parameters * others // self.visits,
+            self.mixer_parameters - self.mixer_own_parameters * others // self.visits,
+        )
 
     def cache_bytes(self, context_tokens: int) -> int:
         """Cache of one sequence of so many tokens."""
@@ -62,6 +83,11 @@ class ModelFacts:
     head_parameters: int
 
     @property
+    def own_parameters(self) -> int:
+        """What is one loop's own, all loops together."""
+        return sum(layer.own_parameters for layer in self.layers)
+
+    @property
     def cache_bytes_per_token(self) -> int:
         """What every further token of a long sequence adds."""
         return sum(x.cache_bytes_per_token for x in self.layers if x.cache_tokens is None)
@@ -81,6 +107,7 @@ class ModelFacts:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, sums included."""
         return asdict(self) | {
+            "own_parameters": self.own_parameters,
             "cache_bytes_per_token": self.cache_bytes_per_token,
             "constant_bytes": self.constant_bytes,
         }
@@ -120,6 +147,17 @@ def count(module: nn.Module) -> int:
     )
 
 
+def count_own(module: nn.Module) -> int:
+    """Values that one loop has for itself, all loops together."""
+    total = 0
+    for part in module.modules():
+        if isinstance(part, Linear) and part.loops > 1:
+            total += sum(p.numel() for name, p in part.named_parameters() if name != "weight")
+        elif isinstance(part, RMSNorm) and part.weight.dim() > 1:
+            total += part.weight.numel()
+    return total
+
+
 def _layer_facts(
     config: LT2Config, block: DecoderLayer, layer: int, visits: int, itemsize: int
 ) -> LayerFacts:
@@ -129,11 +167,16 @@ def _layer_facts(
     return LayerFacts(
         layer=layer,
         mixer=kind,
-        window=None if kind == "gdn" else config.window(layer),
-        rope=None if kind == "gdn" else config.layer_rope[layer],
+        window=config.window(layer) if MIXERS[kind].keeps_keys else None,
+        attended=config.attended(layer),
+        choosing_width=_choosing_width(config, layer),
+        rope=config.layer_rope[layer] if MIXERS[kind].uses_rope else None,
         visits=visits,
         parameters=count(block),
         mixer_parameters=count(block.mixer),
+        own_parameters=count_own(block),
+        mixer_own_parameters=count_own(block.mixer),
+        aligned_parameters=sum(p.numel() for p in block.mixer.aligned_parameters()),
         cache_bytes_per_token=visits * per_token,
         cache_tokens=limit,
         state_bytes=visits * state,
@@ -146,12 +189,28 @@ def _cache(config: LT2Config, layer: int, itemsize: int) -> tuple[int, int | Non
     window = config.window(layer)
     width = config.num_attention_heads * config.head_dim
     heads, state = config.num_key_value_heads, 0
-    if config.mixers[layer] in ("gdn", "gdn_window"):
+    mixer = MIXERS[config.mixers[layer]]
+    if mixer.keeps_state:
         history = 3 * width * ((config.conv_size or 1) - 1) * itemsize
         heads = config.num_attention_heads
         state = width * config.head_dim * torch.float32.itemsize + history
-    if config.mixers[layer] == "gdn":
+    if not mixer.keeps_keys:
         return 0, 0, state
     per_token = 2 * heads * config.head_dim * itemsize
+    if config.mixers[layer] == "dsa":
+        window = None  # all keys are kept
+        per_token += config.head_dim * itemsize  # the indexer's key
+    if config.mixers[layer] == "nsa":
+        state = per_token  # the slot that is nobody's
+        per_token += per_token // config.block_tokens
     # The next token sees itself and window - 1 before it.
     return per_token, None if window is None else window - 1, state
+
+
+def _choosing_width(config: LT2Config, layer: int) -> float:
+    """Multiplications a query and token: an indexer's heads, or the compressed keys and values."""
+    if config.attended(layer) is None:
+        return 0.0
+    if config.mixers and config.mixers[layer] == "dsa":
+        return float(config.index_heads * config.head_dim)
+    return 3.0 * config.num_attention_heads * config.head_dim / config.block_tokens

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ltconvert.convert.mixers import Projections
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.convert.tying import tie_layers, tied_spec
 
 
 def build_student(
@@ -138,15 +139,77 @@ def _assign(student: LT2ForCausalLM, own: dict[str, Tensor]) -> None:
 def student_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of ``LT2Config.from_spec`` from a recipe's student settings.
 
+    Args:
+        spec: of the model whose layers are converted, see ``origin_spec``.
+
     Raises:
-        ValueError: more loops than the teacher has, or no core left between prelude and coda.
+        ValueError: more loops than the teacher has, no core left between prelude and coda, or
+            other loops than a teacher whose loops have tensors of their own.
     """
-    names = ("window_tokens", "short_conv", "conv_size", "sdpa_gate", "loop_residual", "loops")
-    options = {name: settings[name] for name in (*names, "prelude_layers", "coda_layers")}
-    loops = options["loops"] or spec.num_loops
+    names = (
+        "window_tokens", "short_conv", "conv_size", "top_k_tokens", "index_heads", "block_tokens",
+        "chosen_blocks", "sdpa_gate", "loop_residual",
+    )  # fmt: skip
+    options = {name: settings[name] for name in names}
+    for name, own in _loops_of(spec).items():
+        options[name] = own if settings[name] is None else settings[name]
+    loops = options["loops"]
     if loops > spec.num_loops:
+        tie = ", or tie its layers by student.loop_start" if spec.num_loops == 1 else ""
         raise ValueError(
             f"student.loops is {loops}, the teacher runs {spec.num_loops}; "
-            f"choose 1 to {spec.num_loops}"
+            f"choose 1 to {spec.num_loops}{tie}"
         )
+    for name, own in _loops_of(spec).items():
+        if spec.tied_rank is not None and options[name] != own:
+            raise ValueError(
+                f"student.{name} is {options[name]}, and the loops of this teacher have tensors "
+                f"of their own for {own}; leave it out"
+            )
     return options
+
+
+def _loops_of(spec: TeacherSpec) -> dict[str, int]:
+    """A model's own values of the settings that say how a student loops."""
+    return {
+        "loops": spec.num_loops,
+        "prelude_layers": spec.prelude_layers,
+        "coda_layers": spec.coda_layers,
+    }
+
+
+def _tying(settings: Mapping[str, Any]) -> dict[str, int]:
+    """How a recipe's student settings loop a dense teacher, as keywords of ``tied_spec``."""
+    return {
+        "loops": settings["loops"],
+        "prelude": settings["prelude_layers"] or 0,
+        "coda": settings["coda_layers"] or 0,
+        "rank": settings["loop_rank"],
+    }
+
+
+def origin_spec(spec: TeacherSpec, settings: Mapping[str, Any]) -> TeacherSpec:
+    """The architecture whose layers are converted: the teacher's, or that of its looped form.
+
+    Raises:
+        UserError: the teacher cannot be looped as the student settings want it.
+    """
+    return spec if settings["loop_start"] is None else tied_spec(spec, **_tying(settings))
+
+
+def origin_model(
+    teacher: LT2ForCausalLM,
+    settings: Mapping[str, Any],
+    squares: Mapping[str, Tensor] | None = None,
+) -> LT2ForCausalLM:
+    """The model of ``origin_spec`` before any training; the teacher itself where nothing is tied.
+
+    Args:
+        squares: see ``tie_layers``.
+
+    Raises:
+        UserError: as ``origin_spec``.
+    """
+    if settings["loop_start"] is None:
+        return teacher
+    return tie_layers(teacher, start=settings["loop_start"], squares=squares, **_tying(settings))

@@ -37,6 +37,8 @@ PARKED_FOLDER = "parked"
 class AlignObjective:
     """Loss ``mean over visits of contribution_loss`` with a local backward a visit.
 
+    Mixers that choose keys add ``choice_weight`` times the loss of what chooses, over all keys.
+
     Args:
         teacher: frozen; all its layers run, up to the last one in ``layers``.
         student: built with ``share=True``; only the mixers of ``layers`` train.
@@ -50,14 +52,18 @@ class AlignObjective:
         layers: Sequence[int] | None = None,
         *,
         lr: float = 1e-3,
+        choice_weight: float = 1.0,
     ) -> None:
         self.teacher, self.module, self.lr = teacher, student, lr
+        self.choice_weight = choice_weight
         self._show, self._error = show_layer, mixer_error
         chosen = range(len(student.model.layers)) if layers is None else layers
         self.layers = [i for i in chosen if is_converted(student, i)]
+        self.chooses = any(student.model.layers[i].mixer.chooses for i in self.layers)
         student.requires_grad_(False)
         for layer in self.layers:
-            student.model.layers[layer].mixer.requires_grad_(True)
+            for parameter in student.model.layers[layer].mixer.aligned_parameters():
+                parameter.requires_grad_(True)
         schedule = teacher.model.schedule
         visits = [step.slot for step in schedule if step.layer in set(self.layers)]
         self.num_visits = len(visits)
@@ -66,7 +72,7 @@ class AlignObjective:
     def parameter_groups(self) -> list[dict[str, Any]]:
         """All mixers, one learning rate."""
         mixers = [self.module.model.layers[i].mixer for i in self.layers]
-        params = [parameter for mixer in mixers for parameter in mixer.parameters()]
+        params = [parameter for mixer in mixers for parameter in mixer.aligned_parameters()]
         return [{"name": "mixers", "params": params, "lr": self.lr}]
 
     def compile_with(self, wrap: Wrap) -> None:
@@ -80,6 +86,7 @@ class AlignObjective:
         """One pass of the teacher; ``backward`` is called once a visit of a layer."""
         model, pupil = self.teacher.model, self.module.model
         total = torch.zeros((), device=batch.input_ids_BT.device)
+        choices = torch.zeros_like(total)
         with torch.no_grad():
             h_BTC = model.embed(batch.input_ids_BT)
             context = model.context(
@@ -95,14 +102,18 @@ class AlignObjective:
                 continue
             with torch.no_grad():
                 state = model.enter(step, state)
-                layer = model.layers[step.layer]
-                h_BTC, x_BTC, y_BTC = self._show(layer, state.h_BTC, context)
+                layer, here = model.layers[step.layer], model.context_of(step, context)
+                h_BTC, x_BTC, y_BTC = self._show(layer, state.h_BTC, here)
                 state = model.leave(step, state.with_stream(h_BTC))
             own = pupil.layers[step.layer]
-            loss = self._error(own, x_BTC, y_BTC, context, batch.mask_BT) / self.num_visits
+            error, choice = self._error(own, x_BTC, y_BTC, here, batch.mask_BT)
+            loss = error / self.num_visits
+            if choice is not None:
+                choices = choices + choice.detach() / self.num_visits
+                loss = loss + self.choice_weight * choice / self.num_visits
             backward(loss)
             total = total + loss.detach()
-        return {"loss": total}
+        return {"loss": total, **({"choice": choices} if self.chooses else {})}
 
 
 def mixer_error(
@@ -111,12 +122,16 @@ def mixer_error(
     y_BTC: Tensor,
     context: SequenceContext,
     keep_BT: Tensor | None,
-) -> Tensor:
-    """Error of one visit: ``x_BTC`` went into the teacher's mixer, ``y_BTC`` came out."""
+) -> tuple[Tensor, Tensor | None]:
+    """Error of one visit: ``x_BTC`` went into the teacher's mixer, ``y_BTC`` came out.
+
+    And the loss of what chooses the mixer's keys, over all of them; None where nothing does.
+    """
     with torch.no_grad():
-        target_BTC = block.mixer_contribution(y_BTC)
-    guess_BTC = block.mixer_contribution(block.mixer(x_BTC, context))
-    return contribution_loss(guess_BTC, target_BTC, keep_BT)
+        target_BTC = block.mixer_contribution(y_BTC, context.loop)
+    own_BTC, choice = block.mixer.forward_with_loss(x_BTC, context, "all")
+    guess_BTC = block.mixer_contribution(own_BTC, context.loop)
+    return contribution_loss(guess_BTC, target_BTC, keep_BT), choice
 
 
 def is_converted(student: LT2ForCausalLM, layer: int) -> bool:
@@ -168,7 +183,13 @@ def _train_group(
     settings: AlignSettings, inputs: StageInputs, layers: Sequence[int], folder: Path, name: str
 ) -> TrainResult:
     """Calibrate and train the mixers of some layers over the whole token budget."""
-    objective = AlignObjective(inputs.teacher.model, inputs.student, layers, lr=settings.lr)
+    objective = AlignObjective(
+        inputs.teacher.model,
+        inputs.student,
+        layers,
+        lr=settings.lr,
+        choice_weight=settings.choice_weight,
+    )
     # A checkpoint holds what calibration changed.
     if settings.calibrate and not clean_up(folder):
         # The same rows in every process, so that all start from the same mixers.

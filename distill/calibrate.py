@@ -15,10 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ltconvert.convert.mixers import Projections, SequenceContext
 from ltconvert.convert.mixers.attention import Attention
-from ltconvert.convert.mixers.gdn import GatedDeltaNet
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.linear import LinearMixer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch
+from ltconvert.distill.decays import Reach
 from ltconvert.distill.losses import kept_squares
 
 
@@ -40,28 +41,30 @@ def calibrate(
 ) -> None:
     """Start mixers at the size of the teacher's heads, over all kept tokens and loops.
 
-    A `gdn` mixer normalises every head before the output projection, so that at its start a head
+    A linear mixer normalises every head before the output projection, so that at its start a head
     that hardly speaks in the teacher would shout. The norm's weight, channel by channel, becomes
-    the root mean square of the teacher's attention output before the output projection. A
-    `gdn_window` mixer takes that of the teacher's attention to what lies outside the window, and
-    the best linear guess of how much weight lies there. Others stay as they are.
+    the root mean square of the teacher's attention output before the output projection. One that
+    decays forgets as fast as the teacher's heads look back (`decays.Reach`). A `gdn_window` mixer
+    takes the size of the teacher's attention to what lies outside the window, and the best linear
+    guess of how much weight lies there. Others stay as they are.
     """
-    gauges: dict[int, HeadSizes | Outside] = {}
+    gauges: list[HeadSizes | Outside | Reach] = []
+    for layer in layers:
+        mixer, source = student.model.layers[layer].mixer, teacher.model.layers[layer].mixer
+        if isinstance(mixer, WindowedGatedDeltaNet):
+            gauges.append(Outside(source, mixer))
+        elif isinstance(mixer, LinearMixer):
+            gauges.append(HeadSizes(source, mixer))
+            if mixer.decays:
+                gauges.append(Reach(source, mixer))
     with ExitStack() as stack:
-        for layer in layers:
-            mixer, source = student.model.layers[layer].mixer, teacher.model.layers[layer].mixer
-            if isinstance(mixer, WindowedGatedDeltaNet):
-                gauges[layer] = Outside(source, mixer)
-            elif isinstance(mixer, GatedDeltaNet):
-                gauges[layer] = HeadSizes(source, mixer)
-            else:
-                continue
-            stack.callback(gauges[layer].listen().remove)
+        for gauge in gauges:
+            stack.callback(gauge.listen().remove)
         for batch in batches:
-            for gauge in gauges.values():
+            for gauge in gauges:
                 gauge.keep_BT = batch.keep_BT
             run_teacher(teacher, batch, len(teacher.model.schedule))
-    for gauge in gauges.values():
+    for gauge in gauges:
         gauge.apply()
 
 
@@ -70,7 +73,7 @@ class HeadSizes:
 
     keep_BT: Tensor
 
-    def __init__(self, source: Projections, mixer: GatedDeltaNet) -> None:
+    def __init__(self, source: Projections, mixer: LinearMixer) -> None:
         self.source, self.mixer = source, mixer
         self.squares = torch.zeros_like(mixer.out_norm_weight, dtype=torch.float64)
         self.count = 0

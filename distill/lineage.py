@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
-from ltconvert.convert.transfer import build_student, restore_full, student_options
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.convert.teachers.weights import digest
+from ltconvert.convert.transfer import (
+    build_student,
+    origin_model,
+    origin_spec,
+    restore_full,
+    student_options,
+)
+from ltconvert.distill.data import Batch, PackedStream
+from ltconvert.distill.input_squares import input_squares
 from ltconvert.distill.processes import wait_for_everyone
 from ltconvert.distill.records import StageRecord, read_record, versions
 from ltconvert.distill.run_identity import chain, check_owner, check_same_run, fingerprint
@@ -21,11 +33,16 @@ from ltconvert.errors import UserError
 from ltconvert.recipes.schema import Recipe
 
 START = "start"
+LOOP = "loop"
 
 
 @dataclass
 class Lineage:
     """The students of a recipe on a teacher, from the first one to the last.
+
+    What is converted is the *origin*: the teacher, or the looped model that a recipe first makes of
+    a dense one. Its layers are the student's, so `align` and `select` compare with it, visit by
+    visit; the stages that learn logits have the teacher itself.
 
     Attributes:
         records: of the start and of each stage of the recipe, in order; filled by ``check``.
@@ -36,6 +53,7 @@ class Lineage:
     shelf: Shelf
     precision: str
     records: dict[str, StageRecord] = field(default_factory=dict)
+    _origin: Teacher | None = None
 
     def check(self) -> None:
         """Read all records; refuse before any work when one belongs to another run.
@@ -43,6 +61,7 @@ class Lineage:
         Raises:
             UserError: names what differs.
         """
+        self._origin_spec()
         check_owner(self.shelf.run_dir, self.recipe, self.teacher, self.precision)
         parts = chain(self.recipe, self.teacher, self.precision, self.recipe.stages)
         for stage, depends_on in parts.items():
@@ -53,8 +72,9 @@ class Lineage:
         self._check_choice()
 
     def _check_choice(self) -> None:
-        layers, num_layers = self.recipe.student.full_layers, self.teacher.spec.num_layers
-        settled = isinstance(layers, list) or self.recipe.student.mixer == "full"
+        student, num_layers = self.recipe.student, self._origin_spec().num_layers
+        layers = student.full(num_layers)
+        settled = isinstance(layers, list) or set(student.kinds) == {"full"}
         if settled or self.recipe.select.enabled:
             return
         if 0 < count_full_layers(layers, num_layers) < num_layers:
@@ -63,21 +83,83 @@ class Lineage:
                 "disabled: list the layers (student.full_layers=[0,4]) or set select.enabled=true"
             )
 
+    def _origin_spec(self) -> TeacherSpec:
+        return origin_spec(self.teacher.spec, self.recipe.student.model_dump())
+
+    @property
+    def ties(self) -> bool:
+        """Whether a dense teacher is looped first."""
+        return self.recipe.student.loop_start is not None
+
     def initial_student(self) -> LT2ForCausalLM:
-        """All layers converted but those that the recipe lists; tensors shared with the teacher."""
-        settings, teacher = self.recipe.student, self.teacher
-        listed = settings.full_layers if isinstance(settings.full_layers, list) else []
-        mixers = ["full" if i in listed else settings.mixer for i in range(teacher.spec.num_layers)]
-        options = student_options(teacher.spec, settings.model_dump())
+        """The looped form of a dense teacher where one is made, else the converted student."""
+        return self._tied() if self.ties else self._converted()
+
+    def _tied(self) -> LT2ForCausalLM:
+        settings, squares = self.recipe.student, None
+        if settings.loop_calibration_tokens and settings.loop_rank:
+            first, outside = settings.prelude_layers or 0, settings.coda_layers or 0
+            layers = range(first, self.teacher.spec.num_layers - outside)
+            squares = input_squares(self.teacher.model, self._calibration_rows(), layers)
+        return origin_model(self.teacher.model, settings.model_dump(), squares).eval()
+
+    def _calibration_rows(self) -> Iterator[Batch]:
+        """The first training rows, the same in every process."""
+        tokens = self.recipe.student.loop_calibration_tokens
+        length = min(self.recipe.loop.seq_len_tokens, tokens)
+        stream = PackedStream(
+            self.recipe.data,
+            self.teacher.tokenizer,
+            split="train",
+            seq_len_tokens=length,
+            rows=1,
+            seed=self.recipe.seed,
+            rank=0,
+            world=1,
+        )
+        return islice(stream, tokens // length)
+
+    def _converted(self) -> LT2ForCausalLM:
+        """All layers converted but those that the recipe lists; tensors shared with the origin."""
+        settings, origin = self.recipe.student, self.origin()
+        num_layers = origin.spec.num_layers
+        full = settings.full(num_layers)
+        mixers = settings.mixers(full if isinstance(full, list) else [], num_layers)
+        options = student_options(origin.spec, settings.model_dump())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)
-            student = build_student(teacher.model, mixers, options, share=True)
+            student = build_student(origin.model, mixers, options, share=True)
         return student.eval().requires_grad_(False)
+
+    def origin(self) -> Teacher:
+        """The model whose layers are converted, as a teacher."""
+        if not self.ties:
+            return self.teacher
+        if self._origin is None:
+            model = self.student_after(LOOP) if LOOP in self.recipe.stages else self._tied()
+            spec, names = model.config.spec(), digest(model.state_dict())
+            self._origin = replace(self.teacher, spec=spec, model=model, digest=names)
+        return self._origin
+
+    def teacher_of(self, stage: str) -> Teacher:
+        """The model that a stage learns from or compares with.
+
+        The origin is let go before the stages that train all of a student made of its tensors.
+        """
+        if stage in ("align", "select"):
+            return self.origin()
+        self._origin = None
+        return self.teacher
 
     def student_before(self, stage: str) -> LT2ForCausalLM:
         """The student that a stage starts from, from what is on disk."""
         earlier = [START, *self.recipe.stages[: self.recipe.stages.index(stage)]]
-        return self.student_after(earlier[-1])
+        return self._converted() if self.converts(stage) else self.student_after(earlier[-1])
+
+    def converts(self, stage: str) -> bool:
+        """Whether it is before this stage that the layers of a looped origin are converted."""
+        stages = [name for name in self.recipe.stages if name != LOOP]
+        return self.ties and stages[:1] == [stage]
 
     def student_after(self, stage: str) -> LT2ForCausalLM:
         """What a finished stage left."""
@@ -88,8 +170,8 @@ class Lineage:
         return self.shelf.load(stage, fingerprint(self.records[stage].depends_on))
 
     def hybrid(self, student: LT2ForCausalLM) -> LT2ForCausalLM:
-        """The teacher's attention back in the chosen layers."""
-        restore_full(student, self.teacher.model, self.selection() or [])
+        """The origin's attention back in the chosen layers."""
+        restore_full(student, self.origin().model, self.selection() or [])
         return student.eval().requires_grad_(False)
 
     def selection(self) -> list[int] | None:
@@ -97,7 +179,7 @@ class Lineage:
         path = self.shelf.folder("select") / SELECTION_FILE
         if "select" in self.recipe.stages:
             return Selection.load(path).chosen if path.exists() else None
-        layers = self.recipe.student.full_layers
+        layers = self.recipe.student.full(self._origin_spec().num_layers)
         return layers if isinstance(layers, list) else None
 
     def provenance(self, stage: str) -> dict[str, Any]:

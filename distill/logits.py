@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ltconvert.convert.students.blocks import run_layer
+from ltconvert.convert.students.blocks import run_choosing_layer, run_layer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
@@ -29,7 +29,8 @@ class LogitsObjective:
     """``kl_weight * KL + ce_weight * CE`` per token, all parameters of the student train.
 
     A looped student learns the KL of every loop (its loop t against the teacher's loop t) during
-    ``loop_warmup_share`` of the steps, and that of the last loop alone from then on.
+    ``loop_warmup_share`` of the steps, and that of the last loop alone from then on. Mixers that
+    choose keys add ``choice_weight`` times the loss of what chooses, over the chosen ones.
 
     Args:
         teacher: frozen; runs without gradients.
@@ -65,6 +66,7 @@ class LogitsObjective:
     def compile_with(self, wrap: Wrap) -> None:
         """The layers of both models."""
         self.teacher.model.call_layer = self.module.model.call_layer = wrap(run_layer)
+        self.module.model.call_choosing_layer = wrap(run_choosing_layer)
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
@@ -72,13 +74,17 @@ class LogitsObjective:
         """One forward of each model, one backward; ``loss``, ``kl``, ``ce`` in nats a token."""
         with torch.no_grad():
             teacher = _hidden(self.teacher, batch)
-        student = _hidden(self.module, batch)
+        student = _hidden(self.module, batch, learns_choice=True)
         last = self._compare(student.last_BTC, teacher.last_BTC, batch)
         loss = last.loss
         if progress < self.settings.loop_warmup_share:
             loss = loss + self._earlier_loops(student, teacher, batch)
+        values = {"kl": last.kl, "ce": last.ce}
+        if student.choice is not None:
+            loss = loss + self.settings.choice_weight * student.choice
+            values["choice"] = student.choice.detach()
         backward(loss)
-        return {"loss": loss.detach(), "kl": last.kl, "ce": last.ce}
+        return {"loss": loss.detach(), **values}
 
     def _earlier_loops(self, student: Hidden, teacher: Hidden, batch: Batch) -> Tensor | float:
         """Sum of the KL of all loops but the last; nothing where the two loop differently."""
@@ -112,21 +118,23 @@ class LogitsObjective:
 
 
 class Hidden(NamedTuple):
-    """What the head reads, and the same after every loop."""
+    """What the head reads, the same after every loop, the loss of what chooses keys."""
 
     last_BTC: Tensor
     loops_BTC: tuple[Tensor, ...]
+    choice: Tensor | None
 
 
-def _hidden(model: LT2ForCausalLM, batch: Batch) -> Hidden:
+def _hidden(model: LT2ForCausalLM, batch: Batch, *, learns_choice: bool = False) -> Hidden:
     """Hidden states of a packed batch."""
     output = model.model(
         batch.input_ids_BT,
         attention_mask=batch.mask_BT,
         segment_ids=batch.segment_ids_BT,
         use_cache=False,
+        learns_choice=learns_choice,
     )
-    return Hidden(output.last_hidden_state, output.loop_states)
+    return Hidden(output.last_hidden_state, output.loop_states, output.choice_loss)
 
 
 def frozen_copy(model: LT2ForCausalLM, dtype: torch.dtype) -> LT2ForCausalLM:

@@ -22,7 +22,7 @@ import torch
 from ltconvert import recipes
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
-from ltconvert.distill import align, logits, longctx, select, summary
+from ltconvert.distill import align, logits, longctx, loop, select, summary
 from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.scores import heldout_rows, heldout_scores
@@ -44,7 +44,11 @@ from ltconvert.distill.stage import StageInputs, StageResult
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import STAGES, Recipe
 
+# Counted in the order in which stages came to be: what a stage draws stays as it was.
+_SEEDS = ("align", "select", "logits", "longctx", "loop")
+
 RUN_STAGE: dict[str, Callable[[Any, StageInputs, Path], StageResult]] = {
+    "loop": loop.run,
     "align": align.run,
     "select": select.run,
     "logits": logits.run,
@@ -78,7 +82,7 @@ class Pipeline:
     lineage: Lineage
     log: RunLog
     device: torch.device
-    until: str | None = None
+    before: str | None = None  # the stage that it ends at, without running it
     _heldout: list[Batch] | None = None
 
     @property
@@ -99,10 +103,8 @@ class Pipeline:
     @property
     def stages(self) -> list[str]:
         """Those that are to run, in order."""
-        wanted = self.recipe.stages
-        return [
-            s for s in wanted if self.until is None or s in STAGES[: STAGES.index(self.until) + 1]
-        ]
+        stages = self.recipe.stages
+        return stages if self.before is None else stages[: stages.index(self.before)]
 
     def run(self) -> PipelineResult:
         """All stages that are not finished; then the student is saved and the table is shown."""
@@ -113,6 +115,8 @@ class Pipeline:
                 self.shelf.clear_checkpoints(stage)
                 student = None
             else:
+                if self.lineage.converts(stage):
+                    student = None  # it was the origin, unconverted
                 student = self._run_stage(stage, student or self.lineage.student_before(stage))
         last = [START, *self.stages][-1]
         student = student or self.lineage.student_after(last)
@@ -121,6 +125,19 @@ class Pipeline:
         summary.show(self.log, rows)
         kept = [i for i in range(len(student.model.layers)) if not is_converted(student, i)]
         return PipelineResult(student, self.shelf.final, rows, kept, self.lineage.precision)
+
+    def inputs(self, stage: str, student: LT2ForCausalLM) -> StageInputs:
+        """What a stage reads, the student that it starts from among it."""
+        return StageInputs(
+            teacher=self.lineage.teacher_of(stage),
+            recipe=self.recipe,
+            student=student,
+            tokenizer=self.lineage.teacher.tokenizer,
+            log=self.log,
+            precision=self.lineage.precision,
+            device=self.device,
+            seed=self.recipe.seed + 1 + _SEEDS.index(stage),
+        )
 
     def _start(self) -> LT2ForCausalLM:
         """Score the student as it comes from the teacher's weights."""
@@ -136,16 +153,7 @@ class Pipeline:
         if is_main_process():
             record.write(folder)
         began = time.perf_counter()
-        inputs = StageInputs(
-            teacher=self.lineage.teacher,
-            recipe=self.recipe,
-            student=student,
-            tokenizer=self.lineage.teacher.tokenizer,
-            log=self.log,
-            precision=self.lineage.precision,
-            device=self.device,
-            seed=self.recipe.seed + 1 + STAGES.index(stage),
-        )
+        inputs = self.inputs(stage, student)
         result = RUN_STAGE[stage](getattr(self.recipe, stage), inputs, folder)
         del inputs, student
         if stage == "select":
@@ -205,7 +213,6 @@ def run(
     *,
     device: torch.device | str | None = None,
     precision: str = "auto",
-    until: str | None = None,
 ) -> PipelineResult:
     """Convert a teacher by a recipe; the same call after a crash goes on where it stopped.
 
@@ -214,13 +221,51 @@ def run(
         run_dir: made if need be.
         device: the teacher's by default.
         precision: ``fp32``, ``bf16``, or ``auto``: what the run began with, else the faster one.
-        until: the last stage to run; None for all.
 
     Raises:
         UserError: the folder holds a run of another teacher, recipe or setting; the disk refuses;
             the teacher has no tokenizer or is a student; or a stage finds a mistake.
     """
     run_dir = Path(run_dir)
+    with clear_disk_errors(run_dir):
+        return _opened(recipe, teacher, run_dir, log, device, precision).run()
+
+
+def inputs_of(
+    stage: str,
+    recipe: Recipe,
+    teacher: Teacher,
+    run_dir: Path | str,
+    log: RunLog,
+    *,
+    device: torch.device | str | None = None,
+    precision: str = "auto",
+) -> StageInputs:
+    """What a stage of a run would read: the stages before it run, or are found finished.
+
+    Args:
+        stage: one of the recipe's.
+
+    Raises:
+        UserError: as ``run``.
+    """
+    run_dir = Path(run_dir)
+    with clear_disk_errors(run_dir):
+        pipeline = _opened(recipe, teacher, run_dir, log, device, precision)
+        pipeline.before = stage
+        pipeline.run()
+        return pipeline.inputs(stage, pipeline.lineage.student_before(stage))
+
+
+def _opened(
+    recipe: Recipe,
+    teacher: Teacher,
+    run_dir: Path,
+    log: RunLog,
+    device: torch.device | str | None,
+    precision: str,
+) -> Pipeline:
+    """The run in a folder, once it is known to be the same one."""
     device = torch.device(device) if device is not None else teacher.model.device
     if teacher.tokenizer is None:
         raise UserError(f"teacher {teacher.name} has no tokenizer; text cannot be tokenised")
@@ -231,13 +276,11 @@ def run(
             "has full attention everywhere: give the model that it was made from"
         )
     join_processes(device)
-    with clear_disk_errors(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if precision == "auto":
-            precision = recorded_precision(run_dir) or pick_precision(device)[0]
-        shelf = Shelf(run_dir, teacher.tokenizer, device)
-        lineage = Lineage(recipe, teacher, shelf, precision)
-        lineage.check()
-        if is_main_process():
-            write_whole(run_dir / RECIPE_FILE, recipes.dump(recipe))
-        return Pipeline(lineage, log, device, until).run()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if precision == "auto":
+        precision = recorded_precision(run_dir) or pick_precision(device)[0]
+    lineage = Lineage(recipe, teacher, Shelf(run_dir, teacher.tokenizer, device), precision)
+    lineage.check()
+    if is_main_process():
+        write_whole(run_dir / RECIPE_FILE, recipes.dump(recipe))
+    return Pipeline(lineage, log, device)

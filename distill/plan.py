@@ -155,7 +155,11 @@ def _row(
     scale: float,
 ) -> StagePlan:
     work = stage_work(stage, recipe, models)
-    trained = {"align": models.mixer_parameters, "select": 0}.get(stage, models.hybrid.parameters)
+    trained = {
+        "loop": models.origin.parameters,
+        "align": models.aligned_parameters,
+        "select": 0,
+    }.get(stage, models.hybrid.parameters)
     if stage == "select" and recipe.select.method == "kl" and work.steps:
         trained = models.linear.parameters
     if stage == "select" and recipe.select.method == "kl-gates" and work.steps:

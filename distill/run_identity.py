@@ -116,7 +116,7 @@ def chain(
     """What the start and each stage depend on; each holds the fingerprint of the one before."""
     student = recipe.student.model_dump(mode="json")
     count = student.pop("full_layers")
-    listed = {"full_layers": count} if isinstance(count, list) else {}
+    listed = {"full_layers": count} if isinstance(count, list | str) else {}
     depends_on = {
         "start": {
             "teacher": {"name": teacher.name, "digest": teacher.digest},

@@ -90,8 +90,8 @@ def identity(settings: SelectSettings, inputs: StageInputs) -> dict[str, Any]:
 
 def choose(settings: SelectSettings, inputs: StageInputs, stage_dir: Path) -> Selection:
     """Rank the layers by the recipe's method, or take the choice that needs no scores."""
-    layers = inputs.recipe.student.full_layers
     num_layers = inputs.teacher.spec.num_layers
+    layers = inputs.recipe.student.full(num_layers)
     keep = count_full_layers(layers, num_layers)
     method, scores = settings.method, without_scores(settings, layers, keep, num_layers)
     if scores is None:
@@ -149,7 +149,8 @@ def per_loop(inputs: StageInputs, run_dir: Path) -> VisitScores:
     if loops == 1:
         raise UserError("the student has one loop, so there is nothing to compare by loop")
     settings = inputs.recipe.select.model_copy(update={"method": "kl-fast"})
-    keep = count_full_layers(inputs.recipe.student.full_layers, inputs.teacher.spec.num_layers)
+    num_layers = inputs.teacher.spec.num_layers
+    keep = count_full_layers(inputs.recipe.student.full(num_layers), num_layers)
     folder = run_dir / PER_LOOP_FOLDER
     probe = make_probe(settings, inputs, folder, keep)
     scores = rank_visits(probe)

@@ -1,8 +1,8 @@
 """Where the students of a run lie: one a stage while it is needed, and the run's result.
 
-What stays when all is done: ``<run>/student`` and the aligned student (selection can be repeated
-from it). A stage's checkpoints go when it has finished, a later stage's student when the next
-stage or the run has finished.
+What stays when all is done: ``<run>/student``, the aligned student (selection can be repeated
+from it) and the looped model that layers are taken from, where there is one. A stage's checkpoints
+go when it has finished, a later stage's student when the next stage or the run has finished.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ltconvert.distill.resume import CHECKPOINT
 from ltconvert.distill.stage import STUDENT_FOLDER
 from ltconvert.errors import UserError
 
-KEPT = "align"  # the stage whose student is never deleted
+KEPT = ("loop", "align")  # stages whose students are never deleted
 
 
 @dataclass
@@ -80,5 +80,5 @@ class Shelf:
         """Delete the students of stages that nothing will be read from any more."""
         if is_main_process():
             for stage in stages:
-                if stage != KEPT:
+                if stage not in KEPT:
                     shutil.rmtree(self.folder(stage) / STUDENT_FOLDER, ignore_errors=True)

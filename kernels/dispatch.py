@@ -36,6 +36,8 @@ OPS: dict[str, tuple[str, ...]] = {
     "decode_window": ("reference", "triton"),
     "decode_norm": ("reference", "triton"),
     "linear_kl": ("reference", "triton"),
+    "sparse_attention": ("reference", "triton"),
+    "index_topk": ("reference", "triton"),
 }
 
 

@@ -75,3 +75,18 @@ def of_decode_linear(x_BC: Tensor, weight: Tensor) -> str | None:
     if weight.stride(-1) != 1:
         return "the weights of an output have to lie side by side"
     return of_precision(x_BC, weight)
+
+
+def of_sparse_attention(q_BHTD: Tensor) -> str | None:
+    """The same, and width: four tiles of heads have to fit into shared memory."""
+    most = MOST_WIDTH // 2 if q_BHTD.dtype == torch.float32 else MOST_WIDTH
+    if q_BHTD.shape[-1] > most:
+        return f"heads of {q_BHTD.dtype} are up to {most} wide, got {q_BHTD.shape[-1]}"
+    return of_precision(q_BHTD)
+
+
+def of_index(q_BTIE: Tensor) -> str | None:
+    """The same, and width."""
+    if q_BTIE.shape[-1] > MOST_WIDTH:
+        return f"index heads are up to {MOST_WIDTH} wide, got {q_BTIE.shape[-1]}"
+    return of_precision(q_BTIE)

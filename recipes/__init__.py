@@ -150,7 +150,7 @@ def _parse_value(text: str, field_lists: Lists) -> Any:
     if field_lists != "never" and "," in text and not text.lstrip().startswith("["):
         return [_parse_value(part, "never") for part in text.split(",") if part.strip()]
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError:
         raise UserError(f"--set: {text!r} is not a YAML value; quote it") from None
     if isinstance(value, str):
@@ -170,7 +170,7 @@ def _read_shipped(stem: str) -> dict[str, Any]:
 def _parse(text: str, *, where: str) -> dict[str, Any]:
     """YAML text that must hold a mapping."""
     try:
-        mapping = yaml.safe_load(text)
+        mapping = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
         raise UserError(f"{where}: not valid YAML ({problem})") from None
@@ -191,3 +191,16 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
             _merge(section, value)
         else:
             base[key] = value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without numbers to the base of 60: ``4:1`` is a word, not 241."""
+
+
+def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    value = loader.construct_scalar(node)
+    return value if ":" in value else yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _number)

@@ -88,6 +88,8 @@ def _did_you_mean(wrong: str) -> str:
     known = dotted_keys()
     leaf = wrong.rpartition(".")[2]
     matches = [key for key in known if key.rpartition(".")[2] == leaf]
+    if "." in wrong:  # of several sections that have it the one that was nearly named
+        matches = difflib.get_close_matches(wrong, matches, n=1, cutoff=0.0)
     if not matches:
         candidates = known if "." in wrong else [key.rpartition(".")[2] for key in known]
         alike = difflib.get_close_matches(wrong, [*candidates, *sections()], n=1)

@@ -6,12 +6,16 @@ unit in their names. Unknown keys are errors.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
-STAGES = ("align", "select", "logits", "longctx")  # in the order in which they run
+STAGES = ("loop", "align", "select", "logits", "longctx")  # in the order in which they run
 CompileSetting = Literal["auto", "off", "layers"]
+Mixer = Literal[
+    "gdn", "gdn_window", "kda", "deltanet", "mamba2", "retnet", "dsa", "nsa", "window", "full"
+]
 Method = Literal[
     "kl", "kl-fast", "kl-greedy", "kl-gates", "recall", "recall-greedy", "uniform", "list"
 ]
@@ -27,17 +31,28 @@ class StudentSettings(Settings):
     """What the student is: its mixer, how many layers stay full, how it loops."""
 
     kind: Literal["lt2"] = Field("lt2", description="family of the student")
-    mixer: Literal["gdn", "gdn_window", "window", "full"] = Field(
-        "gdn", description="mixer of every converted layer"
+    mixer: Mixer | list[Mixer] = Field(
+        "gdn", description="mixer of the converted layers; several take turns from layer to layer"
     )
-    full_layers: int | float | list[int] = Field(
+    full_layers: int | float | list[int] | str = Field(
         0.25,
-        description="layers kept as full attention: a share (0.25), a count (8) or a list ([0, 4])",
+        description="layers kept as full attention: a share (0.25), a count (8), a list ([0, 4]), "
+        "every fifth (4:1), or a count at both ends (bookend:8)",
     )
     window_tokens: int = Field(
         128,
         gt=0,
-        description="window of `window` and `gdn_window` mixers, the token itself counted",
+        description="window of `window`, `gdn_window` and `nsa` mixers, the token itself counted",
+    )
+    top_k_tokens: int = Field(
+        2048, gt=0, description="tokens that a query of a `dsa` mixer attends to"
+    )
+    index_heads: int = Field(
+        4, gt=0, description="heads of the indexer that chooses them, as wide as the teacher's"
+    )
+    block_tokens: int = Field(32, gt=0, description="size of the blocks of an `nsa` mixer")
+    chosen_blocks: int = Field(
+        16, gt=0, description="blocks that a query of an `nsa` mixer attends to, its window aside"
     )
     short_conv: bool = Field(
         True, description="causal depthwise convolution on q, k, v (starts as the identity)"
@@ -48,13 +63,85 @@ class StudentSettings(Settings):
         False, description="per-loop residual h + rho * h_in, rho = 0 at the start"
     )
     loops: int | None = Field(None, ge=1, description="loops of the core; default: the teacher's")
-    prelude_layers: int = Field(0, ge=0, description="layers run once before the looped core")
-    coda_layers: int = Field(0, ge=0, description="layers run once after the looped core")
+    prelude_layers: int | None = Field(
+        None, ge=0, description="layers run once before the looped core; default: the teacher's"
+    )
+    coda_layers: int | None = Field(
+        None, ge=0, description="layers run once after the looped core; default: the teacher's"
+    )
+    loop_start: Literal["stepwise", "average", "lower"] | None = Field(
+        None,
+        description=(
+            "make a dense teacher's core run `loops` times before anything is converted; its shared"
+            " matrices start from evenly spaced layers, from the mean of the layers that are tied,"
+            " or from the first loop's"
+        ),
+    )
+    loop_rank: int = Field(
+        64,
+        ge=0,
+        description=(
+            "with `loop_start`: rank of each loop's own correction of every matrix, from the SVD of"
+            " what tying changes; exact from the hidden width on"
+        ),
+    )
+    loop_calibration_tokens: int = Field(
+        8192,
+        ge=0,
+        description=(
+            "with `loop_start`: tokens of text on whose inputs the corrections are the best of"
+            " their rank; 0: on all inputs alike"
+        ),
+    )
+
+    @property
+    def kinds(self) -> list[Mixer]:
+        """The mixers of converted layers, each once or, where they take turns, in their order."""
+        return self.mixer if isinstance(self.mixer, list) else [self.mixer]
+
+    @property
+    def exact_tokens(self) -> tuple[str, int]:
+        """Up to how many tokens the student is the teacher, and the settings that say so; 0: none.
+
+        That of the least exact mixer.
+        """
+        return min((self._exact(kind) for kind in self.kinds), key=lambda found: found[1])
+
+    def _exact(self, kind: Mixer) -> tuple[str, int]:
+        if kind in ("window", "gdn_window"):
+            return "student.window_tokens", self.window_tokens
+        if kind == "dsa":
+            return "student.top_k_tokens", self.top_k_tokens
+        if kind == "nsa":
+            tokens = self.window_tokens + self.block_tokens * self.chosen_blocks
+            return "student.window_tokens + block_tokens * chosen_blocks", tokens
+        return "", 0
+
+    def full(self, num_layers: int) -> int | float | list[int]:
+        """``full_layers`` with patterns written out as lists; not held against ``num_layers``."""
+        if isinstance(self.full_layers, str):
+            return full_by_pattern(self.full_layers, num_layers)
+        return self.full_layers
+
+    def mixers(self, full: Collection[int], num_layers: int) -> list[str]:
+        """The mixer of every physical layer."""
+        kinds = self.kinds
+        return ["full" if i in full else kinds[i % len(kinds)] for i in range(num_layers)]
+
+    @field_validator("mixer")
+    @classmethod
+    def _mixer(cls, value: Mixer | list[Mixer]) -> Mixer | list[Mixer]:
+        if value == []:
+            raise ValueError("name at least one mixer")
+        return value
 
     @field_validator("full_layers")
     @classmethod
-    def _full_layers(cls, value: int | float | list[int]) -> int | float | list[int]:
+    def _full_layers(cls, value: int | float | list[int] | str) -> int | float | list[int] | str:
         """A share lies in [0, 1], a count is not negative, a list names each layer once."""
+        if isinstance(value, str):
+            full_by_pattern(value, 1)
+            return value
         if isinstance(value, list):
             if len(set(value)) != len(value) or any(layer < 0 for layer in value):
                 raise ValueError("a list of layers names each once, counted from 0")
@@ -62,6 +149,37 @@ class StudentSettings(Settings):
         if value < 0 or (isinstance(value, float) and value > 1):
             raise ValueError("expected a share in [0, 1], a count, or a list of layers")
         return value
+
+    @model_validator(mode="after")
+    def _tying_needs_loops(self) -> Self:
+        """How often the core of a dense teacher runs cannot be read off the teacher."""
+        if self.loop_start is not None and (self.loops or 1) < 2:
+            raise ValueError(
+                f"student.loop_start {self.loop_start} needs student.loops of 2 or more, "
+                f"got {self.loops}"
+            )
+        return self
+
+
+def full_by_pattern(pattern: str, num_layers: int) -> list[int]:
+    """Full layers of ``a:b``, b after every a others, or ``bookend:n``, n at both ends together.
+
+    The first end gets one more where n is odd.
+
+    Raises:
+        ValueError: words of another form.
+    """
+    name, _, size = pattern.partition(":")
+    if not size.isdecimal() or not (name == "bookend" or name.isdecimal()):
+        raise ValueError(f"expected a:b (4:1) or bookend:n (bookend:8), got {pattern!r}")
+    if name == "bookend":
+        ends = min(int(size), num_layers)
+        front = -(-ends // 2)
+        return [*range(front), *range(num_layers - ends + front, num_layers)]
+    others = int(name)
+    if others + int(size) == 0:
+        raise ValueError("0:0 names no layer")
+    return [i for i in range(num_layers) if i % (others + int(size)) >= others]
 
 
 class DataSettings(Settings):
@@ -102,6 +220,9 @@ class TrainSettings(Settings):
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2")
+    choice_weight: float = Field(
+        1.0, ge=0, description="`dsa`: weight of the KL of the indexer to the attention"
+    )
     clip_norm: float = Field(1.0, gt=0, description="gradient norm limit")
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass"
@@ -196,6 +317,16 @@ class LogitsSettings(TrainSettings):
     )
 
 
+class LoopSettings(LogitsSettings):
+    """Stage `loop`: a dense teacher whose layers were tied learns its logits, before conversion."""
+
+    budget_tokens: int = Field(300_000_000, gt=0)
+    seq_len_tokens: int = Field(2048, gt=0)
+    batch_tokens: int = Field(65_536, gt=0)
+    lr: float = Field(1e-4, gt=0, description="peak learning rate")
+    loop_warmup_share: float = Field(0.0, ge=0, le=1)
+
+
 class LongctxSettings(LogitsSettings):
     """Stage `longctx`: longer rows, cross-entropy and optional KL."""
 
@@ -261,6 +392,7 @@ class Recipe(Settings):
     seed: int = Field(0, description="seed of new weights, batch order and sampling")
     student: StudentSettings = StudentSettings()
     data: DataSettings = DataSettings()
+    loop: LoopSettings = LoopSettings()
     align: AlignSettings = AlignSettings()
     select: SelectSettings = SelectSettings()
     logits: LogitsSettings = LogitsSettings()
@@ -270,24 +402,29 @@ class Recipe(Settings):
 
     @property
     def stages(self) -> list[str]:
-        """Stages that run, in order; a student with nothing converted is not aligned."""
+        """Stages that run, in order; what is not tied needs no loops learnt, and a student with
+        nothing converted is not aligned.
+        """
         wanted = [stage for stage in STAGES if getattr(self, stage).enabled]
-        converts = self.student.mixer != "full"
-        return [stage for stage in wanted if converts or stage not in ("align", "select")]
+        idle = [] if set(self.student.kinds) != {"full"} else ["align", "select"]
+        idle += [] if self.student.loop_start is not None else ["loop"]
+        return [stage for stage in wanted if stage not in idle]
 
     @model_validator(mode="after")
     def _rows_reach_beyond_the_window(self) -> Self:
-        """Where rows are no longer than the window nothing is there to learn or to measure."""
-        window = self.student.window_tokens
-        if self.student.mixer not in ("window", "gdn_window"):
-            return self
-        for stage in self.stages:
+        """Where rows are no longer than what is exact nothing is there to learn or to measure."""
+        name, exact = self.student.exact_tokens
+        for stage in self.stages if exact else ():
             settings = getattr(self, stage)
+            if stage == "loop":  # all layers are full then
+                continue
             idle = stage == "select" and settings.method in ("uniform", "list")
-            if settings.seq_len_tokens <= window and not idle:
+            # An indexer learns from all the attention there is, chosen or not.
+            idle |= stage == "align" and self.student.kinds == ["dsa"]
+            if settings.seq_len_tokens <= exact and not idle:
                 raise ValueError(
                     f"{stage}.seq_len_tokens {settings.seq_len_tokens} shows nothing outside"
-                    f" student.window_tokens {window}; make the rows longer or the window smaller"
+                    f" {name} {exact}; make the rows longer or that smaller"
                 )
         return self
 

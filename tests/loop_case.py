@@ -14,8 +14,13 @@ MIXERS = {
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn", "gdn_window"],
+    "delta": ["kda", "deltanet", "kda"],
+    "decay": ["retnet", "retnet", "mamba2"],
+    "dsa": ["dsa", "dsa", "dsa"],
+    "nsa": ["nsa", "nsa", "nsa"],
     "hybrid": ["gdn", "full", "window"],
 }
+SMALL = {"window_tokens": 4, "top_k_tokens": 4, "block_tokens": 2, "chosen_blocks": 2}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"prelude_layers": 1, "coda_layers": 1},
@@ -28,8 +33,9 @@ SAMPLING = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 
 
 def looped(mixers: str, family: str = "ouro", loops: int = 4, **options: Any) -> LT2ForCausalLM:
-    spec = tiny_spec(family, num_loops=loops, exit_gate=True)
-    return tiny_model(spec, MIXERS[mixers], **({"window_tokens": 4} | options)).double()
+    rank = options.pop("tied_rank", None)
+    spec = tiny_spec(family, num_loops=loops, exit_gate=True, tied_rank=rank)
+    return tiny_model(spec, MIXERS[mixers], **(SMALL | options)).double()
 
 
 @torch.no_grad()

@@ -45,6 +45,7 @@ def make_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
         "name": "toy",
         "student": {"full_layers": 1},
         "data": {"source": str(folder / "text.jsonl"), "heldout_share": 0.2},
+        "loop": train | {"lr": 3e-3},
         "align": train,
         "select": {"method": "kl-fast", "eval_tokens": 128, "seq_len_tokens": 32},
         "logits": train | {"lr": 1e-3, "mixer_lr": 3e-3},

@@ -10,4 +10,5 @@ OPS = (
     "decay_attention",
     "short_conv",
     "norm_gate",
+    "sparse_attention",
 )

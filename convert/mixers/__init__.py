@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from ltconvert.convert.mixers.attention import Attention, Projections, WindowAttention
 from ltconvert.convert.mixers.context import SequenceContext
+from ltconvert.convert.mixers.deltanet import DeltaNet
+from ltconvert.convert.mixers.dsa import SparseAttention
 from ltconvert.convert.mixers.gdn import GatedDeltaNet
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
+from ltconvert.convert.mixers.kda import KimiDeltaAttention
+from ltconvert.convert.mixers.linear import LinearMixer
+from ltconvert.convert.mixers.mamba2 import Mamba2
+from ltconvert.convert.mixers.nsa import BlockSparseAttention
+from ltconvert.convert.mixers.retnet import Retention
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 MIXERS: dict[str, type[Projections]] = {
@@ -19,6 +26,12 @@ MIXERS: dict[str, type[Projections]] = {
     "window": WindowAttention,
     "gdn": GatedDeltaNet,
     "gdn_window": WindowedGatedDeltaNet,
+    "deltanet": DeltaNet,
+    "kda": KimiDeltaAttention,
+    "mamba2": Mamba2,
+    "retnet": Retention,
+    "dsa": SparseAttention,
+    "nsa": BlockSparseAttention,
 }
 
 __all__ = ["MIXERS", "Projections", "SequenceContext", "make_mixer"]
@@ -32,6 +45,10 @@ def make_mixer(
     window_tokens: int,
     conv_size: int | None,
     sdpa_gate: bool,
+    top_k_tokens: int,
+    index_heads: int,
+    block_tokens: int,
+    chosen_blocks: int,
 ) -> Projections:
     """A mixer for one physical layer.
 
@@ -40,9 +57,16 @@ def make_mixer(
     """
     if kind not in MIXERS:
         raise ValueError(f"unknown mixer {kind!r}; choose one of {', '.join(MIXERS)}")
-    if kind == "gdn":
-        return GatedDeltaNet(spec, layer, conv_size=conv_size)
+    made = MIXERS[kind]
+    if issubclass(made, LinearMixer) and not made.keeps_keys:
+        return made(spec, layer, conv_size=conv_size)
+    if kind == "dsa":
+        return SparseAttention(spec, layer, top_k=top_k_tokens, index_heads=index_heads)
     window = spec.layer_windows[layer]
+    if kind == "nsa":
+        return BlockSparseAttention(
+            spec, layer, window=window_tokens, block=block_tokens, chosen=chosen_blocks
+        )
     narrow = min(window_tokens, window or window_tokens)
     if kind == "gdn_window":
         return WindowedGatedDeltaNet(spec, layer, conv_size=conv_size, window=narrow)

@@ -6,6 +6,7 @@ B rows, T new tokens, S keys, C hidden width, H query heads, G key/value heads, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,49 +16,88 @@ from transformers.cache_utils import CacheLayerMixin
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.flex import flex
 from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import rotated
 from ltconvert.convert.teachers.spec import TeacherSpec
+
+LossOver = Literal["all", "chosen"]
 
 
 class Projections(nn.Module):
     """q, k, v and output projections with the biases and q/k norms that a family has.
 
+    Where the loops of a layer have tensors of their own (``TeacherSpec.tied_rank``), these have.
+
+    Attributes:
+        keeps_keys, keeps_state: what a cache holds for it: keys and values, a recurrent state.
+        uses_rope: whether the layer's positions enter.
+
     Args:
         spec: the architecture.
+        layer: the physical layer.
         num_key_value_heads: G; the teacher's own count, or H once the heads are expanded.
     """
 
     kind: str
+    keeps_keys: ClassVar[bool] = True
+    keeps_state: ClassVar[bool] = False
+    uses_rope: ClassVar[bool] = True
+    chooses: ClassVar[bool] = False  # keys, by something that learns from a loss of its own
 
-    def __init__(self, spec: TeacherSpec, num_key_value_heads: int) -> None:
+    def __init__(self, spec: TeacherSpec, layer: int, num_key_value_heads: int) -> None:
         super().__init__()
         self.spec = spec
+        loops, rank = spec.own_tensors(layer)
         self.num_heads, self.head_dim = spec.num_attention_heads, spec.head_dim
         self.num_key_value_heads = num_key_value_heads
         query_width = self.num_heads * self.head_dim
         key_width = num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(spec.hidden_size, query_width, bias=spec.qkv_bias)
-        self.k_proj = nn.Linear(spec.hidden_size, key_width, bias=spec.qkv_bias)
-        self.v_proj = nn.Linear(spec.hidden_size, key_width, bias=spec.qkv_bias)
-        self.o_proj = nn.Linear(query_width, spec.hidden_size, bias=spec.o_bias)
+        # Expanding heads adds no rank.
+        key_rank = spec.num_key_value_heads * spec.head_dim
+
+        def linear(inputs: int, outputs: int, most: int, bias: bool) -> Linear:
+            own_rank = min(rank, spec.hidden_size, most)
+            return Linear(inputs, outputs, bias=bias, loops=loops, rank=own_rank)
+
+        self.q_proj = linear(spec.hidden_size, query_width, query_width, spec.qkv_bias)
+        self.k_proj = linear(spec.hidden_size, key_width, key_rank, spec.qkv_bias)
+        self.v_proj = linear(spec.hidden_size, key_width, key_rank, spec.qkv_bias)
+        self.o_proj = linear(query_width, spec.hidden_size, query_width, spec.o_bias)
         if spec.qk_norm is not None:
             per_head = spec.qk_norm == "head"
             sizes = (self.head_dim, self.head_dim) if per_head else (query_width, key_width)
-            self.q_norm = RMSNorm(sizes[0], spec.rms_norm_eps, spec.norm_offset)
-            self.k_norm = RMSNorm(sizes[1], spec.rms_norm_eps, spec.norm_offset)
+            self.q_norm, self.k_norm = (
+                RMSNorm(size, spec.rms_norm_eps, spec.norm_offset, loops=loops) for size in sizes
+            )
 
     def inherit(self, teacher: dict[str, Tensor]) -> dict[str, Tensor]:
         """This mixer's tensors that come from the teacher's attention: all, as they are."""
         return teacher
 
-    def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def aligned_parameters(self) -> list[nn.Parameter]:
+        """What trains while the mixer learns to do what the teacher's does: everything."""
+        return list(self.parameters())
+
+    def forward_with_loss(
+        self, x_BTC: Tensor, context: SequenceContext, over: LossOver
+    ) -> tuple[Tensor, Tensor | None]:
+        """``forward`` without a cache, and the loss that teaches which keys to choose.
+
+        None where nothing is chosen.
+
+        Args:
+            over: the keys that the loss runs over.
+        """
+        return self(x_BTC, context), None
+
+    def project(self, x_BTC: Tensor, loop: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, H, D], keys and values [B, T, G, D], before any position."""
-        q, k, v = self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC)
+        q, k, v = (proj(x_BTC, loop) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.spec.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, loop), self.k_norm(k, loop)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.spec.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, loop), self.k_norm(k, loop)
         return q, k, v
 
 
@@ -81,7 +121,7 @@ class Attention(Projections):
     def __init__(
         self, spec: TeacherSpec, layer: int, *, window: int | None, sdpa_gate: bool
     ) -> None:
-        super().__init__(spec, spec.num_key_value_heads)
+        super().__init__(spec, layer, spec.num_key_value_heads)
         self.rope_name = spec.layer_rope[layer]
         self.window = window
         if sdpa_gate:
@@ -92,7 +132,7 @@ class Attention(Projections):
         self, x_BTC: Tensor, context: SequenceContext, cache_layer: CacheLayerMixin | None = None
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
-        q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC))
+        q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC, context.loop))
         q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, self.rope_name)
         context.keep(self, (k_BGSD, v_BGSD))
         if cache_layer is not None:
@@ -101,7 +141,7 @@ class Attention(Projections):
         o_BTM = o_BHTD.transpose(1, 2).flatten(2)
         if hasattr(self, "gate_proj"):
             o_BTM = o_BTM * (2.0 * torch.sigmoid(self.gate_proj(x_BTC)))
-        return self.o_proj(o_BTM)
+        return self.o_proj(o_BTM, context.loop)
 
     def take_in(
         self, kept: Sequence[Tensor], context: SequenceContext, cache_layer: CacheLayerMixin
@@ -141,7 +181,7 @@ class Attention(Projections):
         Returns:
             Scores [B, H, n, T] in fp32, values [B, H, T, D].
         """
-        q_BHTD, k_BGTD, v_BGTD = (y.transpose(1, 2) for y in self.project(x_BTC))
+        q_BHTD, k_BGTD, v_BGTD = (y.transpose(1, 2) for y in self.project(x_BTC, context.loop))
         q_BHTD, k_BGTD = rotated(q_BHTD, k_BGTD, context.rope, self.rope_name)
         group = self.num_heads // self.num_key_value_heads
         k_BHTD, v_BHTD = (y.repeat_interleave(group, dim=1) for y in (k_BGTD, v_BGTD))

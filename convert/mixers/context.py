@@ -6,11 +6,12 @@ Shape letters: B rows, T new tokens, S cached and new tokens together, D head wi
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from ltconvert.convert.mixers.flex import block_mask, fits
@@ -27,6 +28,7 @@ class SequenceContext:
         keep_BT: the same over the new tokens alone; None when none of them is padding.
         segment_ids_BT: the document of each new token; None when a row is one document.
         kept: by mixer, what its last visit took into its cache; None where nobody asks.
+        loop: whose tensors a layer uses where loops have some of their own.
     """
 
     rope: dict[str, tuple[Tensor, Tensor]]
@@ -36,9 +38,15 @@ class SequenceContext:
     keep_BS: Tensor | None = None
     keep_BT: Tensor | None = None
     segment_ids_BT: Tensor | None = None
+    loop: int = 0
+    learns_choice: bool = False  # mixers that choose keys give the loss that teaches them
     kept: dict[nn.Module, Sequence[Tensor]] | None = None
     _made: dict[Hashable, Any] = field(default_factory=dict)
     _block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
+
+    def at(self, loop: int) -> SequenceContext:
+        """The same pass in another loop; masks are made once for all."""
+        return self if loop == self.loop else replace(self, loop=loop)
 
     def keep(self, mixer: nn.Module, taken_in: Sequence[Tensor]) -> None:
         """Note what ``mixer.take_in`` can put into the cache of another visit."""
@@ -73,6 +81,20 @@ class SequenceContext:
             ("mask", window, num_keys), lambda: self._build_mask(window, num_keys)
         )
 
+    def starts(self, num_keys: int) -> Tensor:
+        """The column where each query's document or row begins, [B or 1, T], of ``num_keys``.
+
+        Padding at the left of a row is before its beginning.
+        """
+        return self.remembered(("starts", num_keys), lambda: self._build_starts(num_keys))
+
+    def first_seen(self, window: int | None, num_keys: int) -> Tensor:
+        """The first column that each query sees, [B or 1, T]: of its document, of its window."""
+        starts_BT = self.starts(num_keys)
+        if window is None:
+            return starts_BT
+        return starts_BT.maximum(self._columns(num_keys) - window + 1)
+
     def remembered(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What ``make`` gives, made once a pass; anew where layers are compiled."""
         if key in self._made:
@@ -81,6 +103,21 @@ class SequenceContext:
         if not torch.compiler.is_compiling():  # compiled once for each state it finds
             self._made[key] = made
         return made
+
+    def _columns(self, num_keys: int) -> Tensor:
+        """Columns of the new tokens, [1, T]."""
+        return torch.arange(num_keys - self.num_tokens, num_keys, device=self.device)[None]
+
+    def _build_starts(self, num_keys: int) -> Tensor:
+        columns_BT = self._columns(num_keys)
+        starts_BT = torch.zeros_like(columns_BT)
+        if (ids_BT := self.segment_ids_BT) is not None:
+            begins_BT = F.pad(ids_BT[:, 1:] != ids_BT[:, :-1], (1, 0))
+            starts_BT = columns_BT.where(begins_BT, 0).cummax(dim=-1).values
+        if self.keep_BS is not None:
+            empty_B1 = self.keep_BS[:, -num_keys:].int().argmax(dim=-1, keepdim=True)
+            starts_BT = starts_BT.maximum(empty_B1).minimum(columns_BT)
+        return starts_BT
 
     def _build_mask(self, window: int | None, num_keys: int) -> Tensor | None:
         if window is not None and num_keys <= window:

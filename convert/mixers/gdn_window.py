@@ -41,6 +41,7 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
     """
 
     kind = "gdn_window"
+    keeps_keys = uses_rope = True
 
     def __init__(
         self, spec: TeacherSpec, layer: int, *, conv_size: int | None, window: int
@@ -49,7 +50,6 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
         self.window = window
         own = spec.layer_windows[layer]
         self.closed = own is not None and own <= window
-        self.rope_name = spec.layer_rope[layer]
         self.rest_proj = nn.Linear(spec.hidden_size, self.num_heads)
         self.reset_parameters()
 
@@ -71,7 +71,7 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         *heads, rest_BTH = project_together(x_BTC, self.b_proj, self.a_proj, self.rest_proj)
-        projected = [*self.project(x_BTC), *heads, self.gate_proj(x_BTC)]
+        projected = [*self.project(x_BTC, context.loop), *heads, self.gate_proj(x_BTC)]
         context.keep(self, projected)
         linear_BTHD = self.mix(projected, context, cache_layer)
         linear_BTHD = linear_BTHD.unflatten(-1, (self.num_heads, self.head_dim))
@@ -80,7 +80,7 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
         outside_BT = context.positions_BT >= self.window
         share_BTH1 = share_BTH.where(outside_BT[..., None], 1.0)[..., None]
         o_BTHD = share_BTH1 * local_BTHD + (1.0 - share_BTH1) * linear_BTHD
-        return self.o_proj(o_BTHD.flatten(2).to(x_BTC.dtype))
+        return self.o_proj(o_BTHD.flatten(2).to(x_BTC.dtype), context.loop)
 
     def take_in(
         self,

@@ -20,7 +20,7 @@ def project_together(x_BTC: Tensor, *linears: nn.Linear) -> list[Tensor]:
     ten times as long as its bytes need. Wide maps gain nothing: what autograd has to lay together
     for the joint backward pass costs more than the larger product saves.
     """
-    if x_BTC.shape[:-1].numel() < FEW_TOKENS:
+    if not linears or x_BTC.shape[:-1].numel() < FEW_TOKENS:
         return [linear(x_BTC) for linear in linears]
     sizes = [linear.out_features for linear in linears]
     rest = -sum(sizes) % ALIGNED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -10,22 +11,27 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from ltconvert.convert.mixers import Projections, SequenceContext
 from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 
 class GatedMLP(nn.Module):
     """``down(act(gate x) * up x)``."""
 
-    def __init__(self, spec: TeacherSpec) -> None:
+    def __init__(self, spec: TeacherSpec, layer: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        width, inner = spec.hidden_size, spec.intermediate_size
+        loops, rank = spec.own_tensors(layer)
+        own: dict[str, Any] = {"loops": loops, "rank": min(rank, width, inner)}
+        self.gate_proj = Linear(width, inner, bias=spec.mlp_bias, **own)
+        self.up_proj = Linear(width, inner, bias=spec.mlp_bias, **own)
+        self.down_proj = Linear(inner, width, bias=spec.mlp_bias, **own)
         self.activation = ACT2FN[spec.hidden_act]
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, loop: int | None = None) -> Tensor:
         """x [B, T, C] -> [B, T, C]."""
-        return self.down_proj(self.activation(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+        gate_BTI = self.activation(self.gate_proj(x_BTC, loop))
+        return self.down_proj(gate_BTI * self.up_proj(x_BTC, loop), loop)
 
 
 class DecoderLayer(nn.Module):
@@ -35,33 +41,35 @@ class DecoderLayer(nn.Module):
     adds to the residual stream.
     """
 
-    def __init__(self, spec: TeacherSpec, mixer: Projections) -> None:
+    def __init__(self, spec: TeacherSpec, layer: int, mixer: Projections) -> None:
         super().__init__()
+        loops, _ = spec.own_tensors(layer)
 
         def norm(wanted: bool) -> nn.Module:
             if not wanted:
                 return nn.Identity()
-            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
+            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset, loops=loops)
 
         before, after = spec.norm_layout != "post", spec.norm_layout != "pre"
         self.pre_mixer_norm = norm(before)
         self.mixer = mixer
         self.post_mixer_norm = norm(after)
         self.pre_mlp_norm = norm(before)
-        self.mlp = GatedMLP(spec)
+        self.mlp = GatedMLP(spec, layer)
         self.post_mlp_norm = norm(after)
 
-    def mixer_input(self, h_BTC: Tensor) -> Tensor:
+    def mixer_input(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """What the mixer reads."""
-        return self.pre_mixer_norm(h_BTC)
+        return _normed(self.pre_mixer_norm, h_BTC, loop)
 
-    def mixer_contribution(self, y_BTC: Tensor) -> Tensor:
+    def mixer_contribution(self, y_BTC: Tensor, loop: int | None = None) -> Tensor:
         """What a mixer's output adds to the residual stream."""
-        return self.post_mixer_norm(y_BTC)
+        return _normed(self.post_mixer_norm, y_BTC, loop)
 
-    def mlp_branch(self, h_BTC: Tensor) -> Tensor:
+    def mlp_branch(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """The MLP's contribution to the residual stream, [B, T, C]."""
-        return self.post_mlp_norm(self.mlp(self.pre_mlp_norm(h_BTC)))
+        y_BTC = self.mlp(_normed(self.pre_mlp_norm, h_BTC, loop), loop)
+        return _normed(self.post_mlp_norm, y_BTC, loop)
 
     def forward(
         self,
@@ -71,21 +79,42 @@ class DecoderLayer(nn.Module):
         seen: list[Tensor] | None = None,
     ) -> Tensor:
         """h [B, T, C] -> [B, T, C]; ``seen`` gets what the mixer read and what it gave."""
-        x_BTC = self.mixer_input(h_BTC)
+        loop = context.loop
+        x_BTC = self.mixer_input(h_BTC, loop)
         y_BTC = self.mixer(x_BTC, context, cache_layer)
         if seen is not None:
             seen += [x_BTC, y_BTC]
-        h_BTC = h_BTC + self.mixer_contribution(y_BTC)
-        return h_BTC + self.mlp_branch(h_BTC)
+        return self.after_mixer(h_BTC, y_BTC, loop)
+
+    def after_mixer(self, h_BTC: Tensor, y_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """The stream with the mixer's output and the MLP branch, [B, T, C]."""
+        h_BTC = h_BTC + self.mixer_contribution(y_BTC, loop)
+        return h_BTC + self.mlp_branch(h_BTC, loop)
+
+
+def _normed(norm: nn.Module, x_BTC: Tensor, loop: int | None) -> Tensor:
+    """What a norm makes of x in one loop; x itself where the layout has none."""
+    return norm(x_BTC, loop) if isinstance(norm, RMSNorm) else x_BTC
 
 
 LayerCall = Callable[[DecoderLayer, Tensor, SequenceContext], Tensor]
+ChoosingCall = Callable[[DecoderLayer, Tensor, SequenceContext], tuple[Tensor, Tensor | None]]
 
 
 # Functions of the layer, not bound to one: compiled, layers of one make share the result.
 def run_layer(layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext) -> Tensor:
     """One layer without a cache."""
     return layer(h_BTC, context)
+
+
+def run_choosing_layer(
+    layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext
+) -> tuple[Tensor, Tensor | None]:
+    """One layer without a cache: (its output, the loss of what chooses its keys)."""
+    loop = context.loop
+    x_BTC = layer.mixer_input(h_BTC, loop)
+    y_BTC, loss = layer.mixer.forward_with_loss(x_BTC, context, "chosen")
+    return layer.after_mixer(h_BTC, y_BTC, loop), loss
 
 
 def show_layer(

@@ -9,12 +9,15 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
+from ltconvert.convert.students.block_cache import DynamicBlockLayer
+from ltconvert.convert.students.lt2_config import BLOCKS_TYPE, INDEXED_TYPE
 from ltconvert.convert.students.shared_cache import share
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
@@ -87,6 +90,12 @@ class LoopCache(Cache):
     def reset(self) -> None:
         """Forget everything, keep the objects."""
         super().reset()
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):  # of which transformers 5.17 keeps the length
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+            if isinstance(layer, DynamicIndexedLayer):
+                layer.indexer_keys, layer.is_indexer_initialized = None, False
         self.num_tokens = self.steps = self.loops = 0
 
 
@@ -152,6 +161,10 @@ class LinearAndTokenLayer(LinearAndWindowLayer, _OwnTokenLayer):  # type: ignore
 def _layer(layer_type: str, window: int | None) -> CacheLayer:
     if layer_type == "full_attention":
         return DynamicLayer()
+    if layer_type == INDEXED_TYPE:
+        return DynamicIndexedLayer()
+    if layer_type == BLOCKS_TYPE:
+        return DynamicBlockLayer()
     if layer_type == "linear_attention":
         return LinearAttentionLayer()
     if layer_type == "hybrid_sliding":
@@ -163,5 +176,5 @@ def _layer(layer_type: str, window: int | None) -> CacheLayer:
         return kind(sliding_window=window)
     raise ValueError(
         f"no cache layer for layer type {layer_type!r}; known: full_attention, linear_attention, "
-        "sliding_attention, hybrid_sliding"
+        "indexed_attention, compressed_sparse_attention, sliding_attention, hybrid_sliding"
     )

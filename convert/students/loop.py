@@ -33,11 +33,13 @@ class LoopState:
         h_BTC: the residual stream.
         loop_in_BTC: the residual stream at the start of the current loop (for the loop residual).
         loop_states: the normed stream [B, T, C] after each finished loop.
+        choice_losses: of the visits that gave one, see ``Projections.forward_with_loss``.
     """
 
     h_BTC: Tensor
     loop_in_BTC: Tensor
     loop_states: tuple[Tensor, ...] = ()
+    choice_losses: tuple[Tensor, ...] = ()
 
     def with_stream(self, h_BTC: Tensor) -> LoopState:
         """The same state with another residual stream."""

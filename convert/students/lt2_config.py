@@ -6,10 +6,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, field, fields
 from typing import Any
 
-from transformers.configuration_utils import PreTrainedConfig
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES, PreTrainedConfig
 
+from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.loop import Step, make_schedule
 from ltconvert.convert.teachers.spec import TeacherSpec
+
+# transformers renamed it after 5.17
+INDEXED_TYPE = (
+    "indexed_attention"
+    if "indexed_attention" in ALLOWED_LAYER_TYPES
+    else "deepseek_sparse_attention"
+)
+BLOCKS_TYPE = "compressed_sparse_attention"
 
 
 class LT2Config(PreTrainedConfig):
@@ -20,9 +29,10 @@ class LT2Config(PreTrainedConfig):
 
     Attributes:
         mixers: the mixer of each physical layer, see ``ltconvert.convert.mixers.MIXERS``.
-        prelude_layers, coda_layers: layers that run once before and after the looped core.
-        window_tokens: window of ``window`` and ``gdn_window`` mixers.
+        window_tokens: window of ``window``, ``gdn_window`` and ``nsa`` mixers.
         conv_size: taps of the short convolution of linear mixers; None for none.
+        top_k_tokens, index_heads: tokens that a ``dsa`` mixer chooses, and heads that choose them.
+        block_tokens, chosen_blocks: tokens of a block of an ``nsa`` mixer, and how many it chooses.
         sdpa_gate: output gate on full layers.
         loop_residual: learned per-loop, per-channel residual ``rho_t * h_in``.
     """
@@ -31,8 +41,13 @@ class LT2Config(PreTrainedConfig):
     mixers: list[str] = field(default_factory=list)
     prelude_layers: int = 0
     coda_layers: int = 0
+    tied_rank: int | None = None
     window_tokens: int = 128
     conv_size: int | None = 4
+    top_k_tokens: int = 2048
+    index_heads: int = 4
+    block_tokens: int = 32
+    chosen_blocks: int = 16
     sdpa_gate: bool = False
     loop_residual: bool = False
     num_hidden_layers: int = 0
@@ -52,12 +67,19 @@ class LT2Config(PreTrainedConfig):
     def set_mixers(self, mixers: Sequence[str]) -> None:
         """Name the mixer of every physical layer and derive the slots of the cache from it.
 
+        Where the teacher has a window, `nsa` leaves its attention as it is: `full`.
+
         Raises:
             ValueError: not one mixer a layer.
         """
         if len(mixers) != self.num_layers:
             raise ValueError(f"{len(mixers)} mixers for {self.num_layers} layers; give one a layer")
-        self.mixers = list(mixers)
+        # An own window is as small as what `nsa` would make of it: it stays.
+        windowed = [window is not None for window in self.layer_windows]
+        self.mixers = [
+            "full" if kind == "nsa" and own else kind
+            for kind, own in zip(mixers, windowed, strict=True)
+        ]
         self.layer_types = [self._layer_type(step.layer) for step in self.schedule()]
         self.num_hidden_layers = len(self.layer_types)
 
@@ -73,15 +95,14 @@ class LT2Config(PreTrainedConfig):
         **options: Any,
     ) -> LT2Config:
         """The config of a teacher (``mixers`` left out) or of a student of that architecture."""
-        architecture = asdict(spec)
+        given = asdict(spec) | options
         if loops is not None:
-            architecture["num_loops"] = loops
+            given["num_loops"] = loops
         return cls(
-            **architecture,
+            **given,
             mixers=list(mixers or ()),
             conv_size=conv_size if short_conv else None,
             architectures=["LT2ForCausalLM"],
-            **options,
         )
 
     def spec(self) -> TeacherSpec:
@@ -104,11 +125,22 @@ class LT2Config(PreTrainedConfig):
             return min(self.window_tokens, window or self.window_tokens)
         return window
 
+    def attended(self, layer: int) -> int | None:
+        """Tokens that a query of a physical layer attends to, where it chooses them among all."""
+        if self.mixers[layer] == "dsa":
+            return self.top_k_tokens
+        if self.mixers[layer] == "nsa":
+            return self.window_tokens + self.block_tokens * self.chosen_blocks
+        return None
+
     def _layer_type(self, layer: int) -> str:
-        if self.mixers[layer] == "gdn":
-            return "linear_attention"
-        if self.mixers[layer] == "gdn_window":
-            return "hybrid_sliding"
+        mixer = MIXERS.get(self.mixers[layer])  # an unknown one is refused when it is made
+        if mixer is not None and mixer.keeps_state:
+            return "hybrid_sliding" if mixer.keeps_keys else "linear_attention"
+        if self.mixers[layer] == "dsa":
+            return INDEXED_TYPE
+        if self.mixers[layer] == "nsa":
+            return BLOCKS_TYPE
         return "full_attention" if self.window(layer) is None else "sliding_attention"
 
     @classmethod

@@ -5,7 +5,7 @@ B rows, T tokens, C hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
 from ltconvert.convert.mixers.attention import Attention, ZeroLinear
 from ltconvert.convert.mixers.norm import RMSNorm
+from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import Rope
-from ltconvert.convert.students.blocks import DecoderLayer, LayerCall, run_layer
+from ltconvert.convert.students.blocks import (
+    ChoosingCall,
+    DecoderLayer,
+    LayerCall,
+    run_choosing_layer,
+    run_layer,
+)
 from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.loop import LoopState, Step
@@ -40,11 +47,13 @@ class LT2Output(CausalLMOutputWithPast):
     Attributes:
         loop_states: the normed residual stream [B, T, C] after each loop that was computed.
         exit_logits: the exit gate after each of them, [B, T, loops].
+        choice_loss: mean over visits of the loss of what chooses their keys, where asked for.
     """
 
     last_hidden_state: Tensor | None = None
     loop_states: tuple[Tensor, ...] | None = None
     exit_logits: Tensor | None = None
+    choice_loss: Tensor | None = None
 
 
 class LT2PreTrainedModel(PreTrainedModel):
@@ -63,6 +72,8 @@ class LT2PreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=0.02)
             if isinstance(bias := getattr(module, "bias", None), Tensor):
                 nn.init.zeros_(bias)
+            if isinstance(module, Linear):
+                module.reset_corrections()
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
@@ -83,7 +94,7 @@ class LT2Model(LT2PreTrainedModel):
         self.schedule = config.schedule()
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, self.make_mixer(kind, layer))
+            DecoderLayer(spec, layer, self.make_mixer(kind, layer))
             for layer, kind in enumerate(config.mixers)
         )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
@@ -95,7 +106,9 @@ class LT2Model(LT2PreTrainedModel):
         )
         self._ropes = {name: Rope(params, spec.head_dim) for name, params in spec.rope.items()}
         self.gradient_checkpointing = False
-        self.call_layer: LayerCall = run_layer  # a compiled one while it trains
+        # Compiled ones while it trains.
+        self.call_layer: LayerCall = run_layer
+        self.call_choosing_layer: ChoosingCall = run_choosing_layer
         self.post_init()
 
     def make_mixer(self, kind: str, layer: int) -> Projections:
@@ -108,6 +121,10 @@ class LT2Model(LT2PreTrainedModel):
             window_tokens=config.window_tokens,
             conv_size=config.conv_size,
             sdpa_gate=config.sdpa_gate,
+            top_k_tokens=config.top_k_tokens,
+            index_heads=config.index_heads,
+            block_tokens=config.block_tokens,
+            chosen_blocks=config.chosen_blocks,
         )
 
     def new_cache(self, loop_cache: str | None = None) -> LoopCache:
@@ -197,20 +214,32 @@ class LT2Model(LT2PreTrainedModel):
     ) -> LoopState:
         """One visit of one layer, with what opens and closes its loop."""
         state = self.enter(step, state)
-        layer = self.layers[step.layer]
-        if self.gradient_checkpointing and self.training and cache is None:
-            h_BTC = checkpoint(self.call_layer, layer, state.h_BTC, context, use_reentrant=False)
-        elif cache is None:
-            h_BTC = self.call_layer(layer, state.h_BTC, context)
-        else:
+        layer, context = self.layers[step.layer], self.context_of(step, context)
+        if cache is not None:
             h_BTC = layer(state.h_BTC, context, cache.layers[step.slot])
+        elif context.learns_choice and layer.mixer.chooses:
+            h_BTC, loss = self._call(self.call_choosing_layer, layer, state.h_BTC, context)
+            state = replace(state, choice_losses=(*state.choice_losses, loss))
+        else:
+            h_BTC = self._call(self.call_layer, layer, state.h_BTC, context)
         return self.leave(step, state.with_stream(h_BTC))
+
+    def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
+        """What a visit reads: the loop is said where it has tensors of its own."""
+        loops, _ = self.spec.own_tensors(step.layer)
+        return context.at(step.loop if loops > 1 else 0)
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        """A function of a layer, its activations made again for the backward pass if asked for."""
+        if self.gradient_checkpointing and self.training:
+            return checkpoint(function, *arguments, use_reentrant=False)
+        return function(*arguments)
 
     def enter(self, step: Step, state: LoopState) -> LoopState:
         """Remember the stream at the start of a loop."""
         if not step.opens_loop:
             return state
-        return LoopState(state.h_BTC, state.h_BTC, state.loop_states)
+        return replace(state, loop_in_BTC=state.h_BTC)
 
     def leave(self, step: Step, state: LoopState) -> LoopState:
         """Close a loop: loop residual, then the norm, which ``loop_norm="every"`` goes on from."""
@@ -222,7 +251,7 @@ class LT2Model(LT2PreTrainedModel):
         normed_BTC = self.norm(h_BTC)
         if self.spec.loop_norm == "every":
             h_BTC = normed_BTC
-        return LoopState(h_BTC, state.loop_in_BTC, (*state.loop_states, normed_BTC))
+        return replace(state, h_BTC=h_BTC, loop_states=(*state.loop_states, normed_BTC))
 
     def finish(self, state: LoopState) -> LoopState:
         """The stream that the head reads: the last loop's, or the coda's, normed once."""
@@ -242,14 +271,17 @@ class LT2Model(LT2PreTrainedModel):
         use_cache: bool | None = None,
         exit_threshold: float | None = None,
         loop_cache: str | None = None,
+        learns_choice: bool = False,
         **_: Any,
     ) -> LT2Output:
         """Token ids [B, T] -> last_hidden_state [B, T, C], loop_states, exit_logits, cache.
 
+        With ``learns_choice``, and without a cache, also ``choice_loss``. ``loop_cache`` is that of
+        a cache that is made here, see ``new_cache``.
+
         ``exit_threshold`` is for one token behind a cache: once the exit probabilities of the loops
         so far add up to it in all rows, the loops that are left are not computed (``exits.py``
         says what their caches get). Prompts go through all loops; so does everything at 1.
-        ``loop_cache`` is that of a cache that is made here, see ``new_cache``.
 
         Raises:
             ValueError: a cache of another model, or a threshold without an exit gate.
@@ -272,6 +304,7 @@ class LT2Model(LT2PreTrainedModel):
             segment_ids=segment_ids,
             past_length=0 if cache is None else cache.num_tokens,
         )
+        context.learns_choice = learns_choice
         state = self.start(h_BTC)
         if leaves is not None and cache is not None and cache.num_tokens and h_BTC.shape[1] == 1:
             state = run_until_exit(self, state, context, cache, leaves)
@@ -288,6 +321,7 @@ class LT2Model(LT2PreTrainedModel):
             last_hidden_state=state.h_BTC,
             loop_states=state.loop_states,
             exit_logits=exit_logits,
+            choice_loss=torch.stack(state.choice_losses).mean() if state.choice_losses else None,
             **under_its_name,
         )
 

@@ -6,7 +6,8 @@ it. Keys and values take 1/T of the memory for T loops. A prompt that is read in
 no harm, since nothing lies before it.
 
 Only full attention shares. Windows and recurrent states do not grow with the context, and a state
-is no list of tokens in which one loop's entries could stand for another's: they stay each loop's.
+is no list of tokens in which one loop's entries could stand for another's; layers that choose their
+keys do so by what each loop has learnt to look for: all of these stay each loop's.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def owners(config: LT2Config, loop_cache: str | None) -> list[int]:
         why = "has one loop" if config.num_loops == 1 else "loops no layer with full attention"
         raise UserError(
             f"loop_cache is 'last', but this model {why}: there are no keys that loops could "
-            "share (windows and recurrent states stay each loop's own); leave it out"
+            "share (windows, recurrent states and chosen keys stay each loop's own); leave it out"
         )
     return found
 

@@ -16,7 +16,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ltconvert.convert.students.lt2_config import LT2Config
+from ltconvert.convert.students.block_cache import BlockKeys
+from ltconvert.convert.students.lt2_config import BLOCKS_TYPE, INDEXED_TYPE, LT2Config
 from ltconvert.convert.students.shared_cache import EarlierLoop
 
 
@@ -132,6 +133,51 @@ class StaticKeysAndState(LinearAttentionLayer, StaticKeys):  # type: ignore[over
         StaticKeys.reorder_cache(self, beam_idx)
 
 
+class StaticIndexedKeys(StaticKeys):
+    """Beside keys and values the keys of an indexer, [B, 1, S, D]."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.indexer_keys: Tensor = torch.zeros_like(self.keys[:, :1])
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Take in those [B, T, D] of the tokens that ``update`` took last; all until then."""
+        first = self.num_tokens - indexer_key_states.shape[1]
+        self.indexer_keys[:, 0, first : self.num_tokens] = indexer_key_states.detach()
+        return self.indexer_keys[:, 0, : self.num_tokens]
+
+    def settle(self, padding: Sequence[int]) -> None:
+        """See ``StaticKeys``."""
+        super().settle(padding)
+        for row, empty in enumerate(padding):
+            if empty:
+                used = self.indexer_keys[row, 0, : self.num_tokens]
+                used.copy_(used.roll(-empty, dims=0))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in another order, in place, as beam search wants."""
+        super().reorder_cache(beam_idx)
+        order = beam_idx.to(self.indexer_keys.device)
+        self.indexer_keys.copy_(self.indexer_keys.index_select(0, order))
+
+
+class StaticBlockKeys(BlockKeys, StaticKeys):  # type: ignore[misc]
+    """Beside keys and values one key and one value a block, [B, G, M, D], numbered in each row."""
+
+    def __init__(self, *args: Any, block: int, **kwargs: Any) -> None:
+        StaticKeys.__init__(self, *args, **kwargs)
+        batch, heads, slots, width = self.keys.shape
+        self.block_keys = self.keys.new_zeros(batch, heads, slots // block + 1, width)
+        self.block_values = torch.zeros_like(self.block_keys)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in another order, in place, as beam search wants."""
+        super().reorder_cache(beam_idx)
+        for kept in (self.block_keys, self.block_values):
+            assert kept is not None
+            kept.copy_(kept.index_select(0, beam_idx.to(kept.device)))
+
+
 def static_layer(
     config: LT2Config,
     kind: str,
@@ -148,9 +194,13 @@ def static_layer(
         made: dtype and device.
     """
     heads, width = config.num_attention_heads, config.head_dim
+    shape = batch, config.num_key_value_heads, width
     if kind in ("full_attention", "sliding_attention"):
-        shape = batch, config.num_key_value_heads, width
         return StaticKeys(shape, window, max_length, **made)
+    if kind == INDEXED_TYPE:
+        return StaticIndexedKeys(shape, None, max_length, **made)
+    if kind == BLOCKS_TYPE:
+        return StaticBlockKeys(shape, None, max_length, block=config.block_tokens, **made)
     layer: Any = LinearAttentionLayer()
     if kind == "hybrid_sliding":
         layer = StaticKeysAndState((batch, heads, width), window, max_length, **made)
@@ -165,10 +215,15 @@ def static_layer(
 
 
 def keys_of(layer: Any) -> list[Tensor]:
-    """Keys and values of a cache's layer; none of a linear one, or of one that shows another's."""
+    """Keys and values of a cache's layer, those of an indexer or of blocks, too.
+
+    None of a linear one, or of one that shows another's.
+    """
     if not isinstance(layer, CacheLayerMixin) or isinstance(layer, EarlierLoop):
         return []
-    return [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
+    names = ("keys", "values", "indexer_keys", "block_keys", "block_values")
+    kept = (getattr(layer, name, None) for name in names)
+    return [tensor for tensor in kept if tensor is not None]
 
 
 def states_of(layer: Any) -> list[Tensor]:

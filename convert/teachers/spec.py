@@ -23,6 +23,9 @@ class TeacherSpec:
         num_layers: physical layers N; a looped model runs all of them ``num_loops`` times.
         norm_layout: where the RMSNorms of a branch sit: ``pre`` (norm, branch, add), ``post``
             (branch, norm, add), ``sandwich`` (norm, branch, norm, add).
+        prelude_layers, coda_layers: layers that run once before and after the looped core.
+        tied_rank: loops of the core share matrices alone: vectors (norm gains, biases) and a
+            correction of this rank to every matrix are each loop's own. None: all is shared.
         norm_offset: added to every norm weight before it multiplies (Gemma stores ``w - 1``: 1.0).
         loop_norm: ``"every"`` when the final norm closes every loop (Ouro), ``"last"`` otherwise.
         qk_norm: RMSNorm of q and k per head, over the full projection width, or none.
@@ -51,6 +54,9 @@ class TeacherSpec:
     layer_rope: tuple[str | None, ...]
     layer_windows: tuple[int | None, ...]
     num_loops: int = 1
+    prelude_layers: int = 0
+    coda_layers: int = 0
+    tied_rank: int | None = None
     hidden_act: str = "silu"
     norm_layout: NormLayout = "pre"
     norm_offset: float = 0.0
@@ -84,3 +90,13 @@ class TeacherSpec:
         unknown = {name for name in self.layer_rope if name is not None} - set(self.rope)
         if unknown:
             raise UserError(f"layer_rope names {sorted(unknown)}, rope defines {sorted(self.rope)}")
+
+    def own_tensors(self, layer: int) -> tuple[int, int]:
+        """How many loops of a layer have tensors of their own, and the rank of corrections.
+
+        (1, 0) for a layer that runs once, or whose loops share everything.
+        """
+        core = range(self.prelude_layers, self.num_layers - self.coda_layers)
+        if self.tied_rank is None or layer not in core:
+            return 1, 0
+        return self.num_loops, self.tied_rank

@@ -114,9 +114,12 @@ def _pretend(model: LT2ForCausalLM, cache: LoopCache, context: int) -> None:
         window = model.config.window(step.layer)
         if isinstance(layer, CacheLayerMixin):
             kept = context if window is None else min(context, window - 1)
-            for name in ("keys", "values"):
-                old = getattr(layer, name)
-                setattr(layer, name, old.new_empty(*old.shape[:2], kept, old.shape[3]))
+            counts = dict.fromkeys(("keys", "values", "indexer_keys"), kept)
+            blocks = context // model.config.block_tokens + 1
+            counts |= dict.fromkeys(("block_keys", "block_values"), blocks)
+            for name, count in counts.items():
+                if (old := getattr(layer, name, None)) is not None:
+                    setattr(layer, name, old.new_empty(*old.shape[:-2], count, old.shape[-1]))
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = context
         for tensor in tensors_of(layer):

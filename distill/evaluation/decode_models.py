@@ -10,7 +10,7 @@ import torch
 from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.convert.teachers.spec import TeacherSpec
-from ltconvert.convert.transfer import student_options
+from ltconvert.convert.transfer import origin_spec, student_options
 from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
 from ltconvert.distill.selection.simple import uniform_layers
 from ltconvert.errors import UserError
@@ -31,8 +31,10 @@ def student_config(
     """
     if unknown := sorted(set(mixers) - set(MIXERS)):
         raise UserError(f"unknown mixer {unknown[0]!r}; known: {', '.join(MIXERS)}")
+    spec = origin_spec(spec, settings.model_dump())
     if len(mixers) <= 1:
-        mixers = _pattern(spec.num_layers, settings, [*mixers, settings.mixer][0])
+        of_recipe = settings.mixers(_full_layers(spec.num_layers, settings), spec.num_layers)
+        mixers = [x if x == "full" else [*mixers, x][0] for x in of_recipe]
     if len(mixers) != spec.num_layers:
         raise UserError(
             f"{len(mixers)} mixers for {spec.num_layers} layers; give one for all, or one a layer"
@@ -44,13 +46,11 @@ def student_config(
         raise UserError(str(error)) from None
 
 
-def _pattern(num_layers: int, settings: StudentSettings, mixer: str) -> list[str]:
-    keep = settings.full_layers
-    if isinstance(keep, list):
-        full = listed_layers(keep, num_layers)
-    else:
-        full = uniform_layers(count_full_layers(keep, num_layers), num_layers)
-    return ["full" if layer in full else mixer for layer in range(num_layers)]
+def _full_layers(num_layers: int, settings: StudentSettings) -> list[int]:
+    full = settings.full(num_layers)
+    if isinstance(full, list):
+        return listed_layers(full, num_layers)
+    return uniform_layers(count_full_layers(full, num_layers), num_layers)
 
 
 def random_model(

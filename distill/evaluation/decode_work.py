@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 
+from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.static_cache import StaticCache
-from ltconvert.convert.students.static_layers import keys_of, states_of
+from ltconvert.convert.students.static_layers import StaticKeys, keys_of, states_of
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # more than any cache of a processor holds
 COPIES = 10
@@ -21,10 +23,12 @@ WARM_UP_CALLS = 2
 
 def cache_bytes(cache: StaticCache, context: int) -> int:
     """Bytes of a cache that are in use behind so many tokens a row."""
-    keys = [tensor for layer in cache.layers for tensor in keys_of(layer)]
-    slots = [tensor.shape[2] for tensor in keys]
-    used = (x.nbytes * min(context, n) // n for x, n in zip(keys, slots, strict=True))
-    return sum(used) + state_bytes(cache)
+    total = state_bytes(cache)
+    for layer in cache.layers:
+        if isinstance(layer, StaticKeys):
+            held = sum(tensor.nbytes for tensor in keys_of(layer))
+            total += held * min(context, layer.slots) // layer.slots
+    return total
 
 
 def state_bytes(cache: StaticCache) -> int:
@@ -34,14 +38,28 @@ def state_bytes(cache: StaticCache) -> int:
 
 def weight_bytes(model: LT2ForCausalLM) -> int:
     """Bytes of weights that a step reads: every visit of a layer its own, and the head."""
-    layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers]
-    visits = sum(layers[step.layer] for step in model.model.schedule)
+    config = copy.deepcopy(model.config)
+    config.tied_rank = None  # a loop's own tensors are merged into what its visit reads
+    layers = model_facts(config).layers
+    visits = model.dtype.itemsize * sum(layer.visits * layer.parameters for layer in layers)
     return visits + model.head_weight.nbytes + model.model.norm.weight.nbytes
 
 
 def step_bytes(model: LT2ForCausalLM, cache: StaticCache, context: int) -> int:
     """Bytes that a step behind so many tokens a row cannot but move."""
-    return weight_bytes(model) + cache_bytes(cache, context) + state_bytes(cache)
+    read = cache_bytes(cache, context) - unread_bytes(model, cache, context)
+    return weight_bytes(model) + read + state_bytes(cache)
+
+
+def unread_bytes(model: LT2ForCausalLM, cache: StaticCache, context: int) -> int:
+    """Bytes of keys and values in use that a step leaves alone, since it chooses among them."""
+    total = 0
+    for layer, step in zip(cache.layers, model.model.schedule, strict=True):
+        most = model.config.attended(step.layer)
+        if most is not None and isinstance(layer, StaticKeys):
+            used = min(context, layer.slots)
+            total += 2 * layer.keys.nbytes * max(0, used - most) // layer.slots
+    return total
 
 
 def copy_bandwidth(device: torch.device) -> float:

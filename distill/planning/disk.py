@@ -14,27 +14,30 @@ def stage_disk(stage: str, recipe: Recipe, models: Models) -> int:
     if stage == "select":
         return 1 << 20
     if stage == "align":
-        trained, student = models.mixer_parameters, models.linear.parameters
+        trained, student = models.aligned_parameters, models.linear.parameters
         layers = recipe.align.layers_at_once
         if layers is not None and models.converted:
             # Each finished group keeps its checkpoint; the one at work may have two.
-            trained = models.mixer_parameters
+            trained = models.aligned_parameters
             one_more = trained * min(layers, len(models.converted)) // len(models.converted)
             return (trained + one_more) * _CHECKPOINT_BYTES + student * _WEIGHT_BYTES
     else:
-        trained = student = models.hybrid.parameters
+        trained = student = (models.origin if stage == "loop" else models.hybrid).parameters
     return 2 * trained * _CHECKPOINT_BYTES + student * _WEIGHT_BYTES
 
 
 def peak_disk(stages: list[str], recipe: Recipe, models: Models) -> int:
     """The run folder at its fullest: the stage at work beside the students that are kept.
 
-    The aligned student stays, the student of a later stage until the next one has finished.
+    The looped origin and the aligned student stay, the student of a later stage until the next one
+    has finished.
     """
     kept, peak = 0, 0
     for stage in stages:
         peak = max(peak, kept + stage_disk(stage, recipe, models))
-        if stage == "align":
+        if stage == "loop":
+            kept += models.origin.parameters * _WEIGHT_BYTES
+        elif stage == "align":
             kept += models.linear.parameters * _WEIGHT_BYTES
         elif stage == "logits":
             kept += models.hybrid.parameters * _WEIGHT_BYTES

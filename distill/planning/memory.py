@@ -12,6 +12,7 @@ Activations are what autograd keeps, measured on the reference kernels: bytes a 
 from __future__ import annotations
 
 from ltconvert.convert.inspect import LayerFacts, ModelFacts
+from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import batch_shape
@@ -33,6 +34,11 @@ _SAVED = {
     ("gdn", "bf16"): (34, 8, 26),
 }
 _SAVED_SANDWICH, _SAVED_QK_NORM = 16, 16
+# Corrections of a loop's own: of the rank, for each matrix of the mixer and of the MLP.
+_SAVED_CORRECTION, _MIXER_MATRICES, _MLP_MATRICES = {"fp32": 4, "bf16": 2}, 4, 3
+# Beside what Gated DeltaNet keeps, of heads * head_dim: decays a channel; queries and keys before
+# their norms, and v times the step; the same and positions.
+_SAVED_BESIDE_GDN = {"kda": 12, "mamba2": 12, "retnet": 16}
 # A window beside the recurrence: of heads * head_dim, and of each head and token of the window,
 # whose scores stand in memory in plain PyTorch.
 _SAVED_WINDOW = {"fp32": 21, "bf16": 17}
@@ -51,8 +57,18 @@ def stage_memory(
     )
     parts["runtime"] = RUNTIME_BYTES
     parts["teacher"] = models.teacher.parameters * FP32
+    if models.ties and stage in ("align", "select"):
+        parts["teacher"] += models.origin.parameters * FP32
 
     parts |= {
+        "loop": lambda: _train(
+            recipe.loop,
+            models,
+            precision,
+            device,
+            before=0,
+            trained=models.origin,
+        ),
         "align": lambda: _align(recipe.align, models, precision),
         "select": lambda: _select(recipe, models, precision, device),
         "logits": lambda: _train(
@@ -71,12 +87,13 @@ def stage_memory(
         ),
     }[stage]()
     if stage != "align":
-        parts["teacher"] += _rounded(models.teacher, precision)
+        read = models.origin if stage == "select" else models.teacher
+        parts["teacher"] += _rounded(read, precision)
     return parts
 
 
 def _align(settings: AlignSettings, models: Models, precision: str) -> Parts:
-    mixers = [layer.mixer_parameters for layer in models.converted]
+    mixers = [layer.aligned_parameters for layer in models.converted]
     at_once = settings.layers_at_once or max(len(mixers), 1)
     active = max((sum(mixers[i : i + at_once]) for i in range(0, len(mixers), at_once)), default=0)
     tokens = settings.rows_at_once * settings.seq_len_tokens
@@ -84,7 +101,7 @@ def _align(settings: AlignSettings, models: Models, precision: str) -> Parts:
         (saved_bytes(models.spec, x, precision, mlp=False) for x in models.converted), default=0
     )
     return {
-        "student": sum(mixers) * FP32,
+        "student": models.mixer_parameters * FP32,
         "gradients": active * FP32,
         "optimiser": 2 * active * FP32,
         "activations": tokens * (one_mixer + _live(models.spec)) + _mask(settings),
@@ -111,10 +128,10 @@ def _gates(settings: LogitsSettings, models: Models, precision: str, device: str
     """Both mixers of every layer and what a backward pass to the gates needs of them."""
     tokens = settings.rows_at_once * settings.seq_len_tokens
     full = [
-        x.visits * saved_bytes(models.spec, x, precision, mlp=False) for x in models.teacher.layers
+        x.visits * saved_bytes(models.spec, x, precision, mlp=False) for x in models.origin.layers
     ]
     more = max(full) if settings.gradient_checkpointing else sum(full)
-    kept = _kept(settings, models, precision, device, models.linear)
+    kept = _kept(settings, models.spec, models.linear, precision, device)
     return {
         "student": models.mixer_parameters * FP32 + _rounded(models.linear, precision),
         "activations": tokens * (kept + more + _live(models.spec)) + _mask(settings),
@@ -140,17 +157,23 @@ def _train(
     device: str,
     *,
     before: int,
+    trained: ModelFacts | None = None,
 ) -> Parts:
-    """A student of its own with what AdamW needs, beside ``before`` values of the former."""
-    size = models.hybrid.parameters
+    """A student of its own with what AdamW needs, beside ``before`` values of the former.
+
+    ``trained``: the student; the hybrid one by default.
+    """
+    student = trained or models.hybrid
+    size = student.parameters
     tokens = settings.rows_at_once * settings.seq_len_tokens
     # The head's gradient is added up in fp32.
     head = models.spec.vocab_size * models.spec.hidden_size * FP32
     return {
-        "student": (size + before) * FP32 + _rounded(models.hybrid, precision),
+        "student": (size + before) * FP32 + _rounded(student, precision),
         "gradients": size * FP32,
         "optimiser": 2 * size * FP32,
-        "activations": tokens * (_kept(settings, models, precision, device) + _live(models.spec))
+        "activations": tokens
+        * (_kept(settings, models.spec, student, precision, device) + _live(models.spec))
         + _mask(settings),
         "logits": _chunk(models.spec.vocab_size, tokens, precision, device) + head,
     }
@@ -166,22 +189,15 @@ def _chunk(vocab: int, tokens: int, precision: str, device: str) -> int:
 
 
 def _kept(
-    settings: LogitsSettings,
-    models: Models,
-    precision: str,
-    device: str,
-    student: ModelFacts | None = None,
+    settings: LogitsSettings, spec: TeacherSpec, student: ModelFacts, precision: str, device: str
 ) -> int:
-    """What the forward pass of the hybrid, or of another student, keeps, bytes a token."""
+    """What the forward pass keeps for the backward pass, bytes a token."""
     backend, _ = dispatch.choose("window_attention", dispatch.asked_for("window_attention"), device)
     scores = backend == "reference"
-    layers = [
-        (x.visits, saved_bytes(models.spec, x, precision, scores=scores))
-        for x in (student or models.hybrid).layers
-    ]
+    layers = [(x.visits, saved_bytes(spec, x, precision, scores=scores)) for x in student.layers]
     if not settings.gradient_checkpointing:
         return sum(visits * saved for visits, saved in layers)
-    inputs = sum(visits for visits, _ in layers) * models.spec.hidden_size * FP32
+    inputs = sum(visits for visits, _ in layers) * spec.hidden_size * FP32
     return inputs + max(saved for _, saved in layers)
 
 
@@ -192,10 +208,10 @@ def saved_bytes(
 
     Without ``mlp`` the mixer's part, without ``scores`` none of a window beside a recurrence.
     """
-    linear = layer.mixer in ("gdn", "gdn_window")
+    linear = MIXERS[layer.mixer].keeps_state
     hidden, intermediate, heads = _SAVED["gdn" if linear else "full", precision]
     width = spec.num_attention_heads * spec.head_dim
-    total = heads * width
+    total = (heads + _SAVED_BESIDE_GDN.get(layer.mixer, 0)) * width
     if layer.mixer == "gdn_window":
         assert layer.window is not None
         total += _SAVED_WINDOW[precision] * width
@@ -203,6 +219,9 @@ def saved_bytes(
             total += _SAVED_SCORE * layer.window * spec.num_attention_heads
     if spec.qk_norm is not None:
         total += _SAVED_QK_NORM * width
+    _, rank = spec.own_tensors(layer.layer)
+    matrices = _MIXER_MATRICES + (_MLP_MATRICES if mlp else 0)
+    total += _SAVED_CORRECTION[precision] * rank * matrices
     if not mlp:
         return total + 12 * spec.hidden_size
     if spec.norm_layout == "sandwich":

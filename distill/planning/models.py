@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ltconvert.convert.inspect import LayerFacts, ModelFacts, model_facts
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
-from ltconvert.convert.transfer import student_options
+from ltconvert.convert.transfer import origin_spec, student_options
 from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
 from ltconvert.distill.selection.simple import uniform_layers
 from ltconvert.recipes.schema import Recipe
@@ -18,7 +18,11 @@ class Models:
     """Sizes of everything that a recipe makes of a teacher.
 
     Attributes:
+        spec: the architecture whose layers are converted: the teacher's, or that of the looped
+            model that a recipe first makes of a dense one.
         keep: layers that stay full.
+        origin: the model of ``spec``, all layers full.
+        ties: whether that is another one than the teacher.
         linear: the student before selection: every layer converted that is not listed.
         hybrid: the student after it. Which layers are kept is not known yet; evenly spaced ones
             stand for them, which matters only where layers differ (windows).
@@ -27,6 +31,8 @@ class Models:
     spec: TeacherSpec
     keep: int
     teacher: ModelFacts
+    origin: ModelFacts
+    ties: bool
     linear: ModelFacts
     hybrid: ModelFacts
 
@@ -40,6 +46,11 @@ class Models:
         """Values in the converted mixers of the student before selection."""
         return sum(layer.mixer_parameters for layer in self.converted)
 
+    @property
+    def aligned_parameters(self) -> int:
+        """Those of them that the stage `align` trains."""
+        return sum(layer.aligned_parameters for layer in self.converted)
+
 
 def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
     """Sizes from the recipe and the architecture alone.
@@ -49,19 +60,25 @@ def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
         ValueError: neither do loops, prelude or coda.
     """
     student = recipe.student
-    keep = count_full_layers(student.full_layers, spec.num_layers)
-    listed = student.full_layers if isinstance(student.full_layers, list) else []
-    kept = listed_layers(listed, spec.num_layers) or uniform_layers(keep, spec.num_layers)
+    teacher = model_facts(LT2Config.from_spec(spec))
+    spec = origin_spec(spec, student.model_dump())
+    origin = model_facts(LT2Config.from_spec(spec))
+    full = student.full(spec.num_layers)
+    keep = count_full_layers(full, spec.num_layers)
+    listed = listed_layers(full if isinstance(full, list) else [], spec.num_layers)
+    kept = listed or uniform_layers(keep, spec.num_layers)
     options = student_options(spec, student.model_dump())
 
     def facts(full: list[int]) -> ModelFacts:
-        mixers = ["full" if i in full else student.mixer for i in range(spec.num_layers)]
+        mixers = student.mixers(full, spec.num_layers)
         return model_facts(LT2Config.from_spec(spec, mixers, **options))
 
     return Models(
         spec=spec,
         keep=keep,
-        teacher=model_facts(LT2Config.from_spec(spec)),
+        teacher=teacher,
+        origin=origin,
+        ties=student.loop_start is not None,
         linear=facts(listed),
         hybrid=facts(kept),
     )

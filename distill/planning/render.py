@@ -54,6 +54,8 @@ def _model(model: ModelFacts) -> str:
     cache = f"{model.cache_bytes_per_token / 1024:,.1f} KiB of cache a token"
     if model.constant_bytes:
         cache += f" and {gib(model.constant_bytes)} whatever the context"
+    if model.own_parameters:
+        loops += f" ({short_number(model.own_parameters)} of them single loops' own)"
     return f"{short_number(model.parameters)} parameters{loops}, {cache}"
 
 

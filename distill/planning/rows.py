@@ -29,7 +29,7 @@ def choose_rows(
     rows: dict[str, int] = {}
     for stage in STAGES:
         settings = getattr(recipe, stage)
-        if not isinstance(settings, TrainSettings):
+        if not isinstance(settings, TrainSettings) or (stage == "loop" and not models.ties):
             continue
         rows[stage] = settings.rows_at_once
         if settings.micro_batch_rows is None:

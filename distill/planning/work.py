@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ltconvert.convert.inspect import ModelFacts
+from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.convert.transfer import student_options
 from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.planning.machine import Machine
 from ltconvert.distill.planning.models import Models
@@ -24,6 +26,16 @@ from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe
 # small products take the rest. Assumed, not measured: `plan(tokens_per_second=...)` takes a speed
 # that is known.
 EFFICIENCY = {"cpu": 0.4, "cuda": 0.35}
+# Products of a recurrence: within a chunk with its tokens (half of each, it is causal), across
+# chunks with the state. Where channels have decays, two of the delta rule's first are six each.
+PRODUCTS = {
+    "deltanet": (5, 3),
+    "gdn": (5, 3),
+    "gdn_window": (5, 3),
+    "kda": (15, 3),
+    "mamba2": (2, 2),
+    "retnet": (2, 2),
+}
 # AdamW reads weight, gradient and two moments and writes three of them back; clipping reads the
 # gradient once more.
 OPTIMISER_BYTES = 32
@@ -57,7 +69,8 @@ def stage_work(stage: str, recipe: Recipe, models: Models) -> Work:
         return _align(recipe.align, models)
     if stage == "select":
         return _select(recipe, models)
-    return _train(getattr(recipe, stage), models)
+    student = models.origin if stage == "loop" else models.hybrid
+    return _train(getattr(recipe, stage), models, student)
 
 
 def _align(settings: AlignSettings, models: Models) -> Work:
@@ -65,7 +78,7 @@ def _align(settings: AlignSettings, models: Models) -> Work:
     at_once = settings.layers_at_once or max(len(layers), 1)
     passes = -(-len(layers) // at_once)
     length = settings.seq_len_tokens
-    teacher = forward_flops(models.teacher, models.spec, length, head=False)
+    teacher = forward_flops(models.origin, models.spec, length, head=False)
     mixers = sum(
         x.visits * _mixer_flops(models.linear, models.spec, x.layer, length) for x in layers
     )
@@ -74,33 +87,28 @@ def _align(settings: AlignSettings, models: Models) -> Work:
         tokens * passes,
         plan.steps * passes,
         tokens * (passes * teacher + 3 * mixers),
-        plan.steps * models.mixer_parameters * OPTIMISER_BYTES,
+        plan.steps * models.aligned_parameters * OPTIMISER_BYTES,
     )
 
 
-def _train(settings: LogitsSettings, models: Models) -> Work:
+def _train(settings: LogitsSettings, models: Models, trained: ModelFacts) -> Work:
     plan, length = plan_steps(settings), settings.seq_len_tokens
     teacher = forward_flops(models.teacher, models.spec, length)
-    student = forward_flops(models.hybrid, models.spec, length)
+    student = forward_flops(trained, models.spec, length)
     passes = 4 if settings.gradient_checkpointing else 3
     tokens = plan.steps * plan.step_tokens
     return Work(
         tokens,
         plan.steps,
         tokens * (teacher + passes * student),
-        plan.steps * models.hybrid.parameters * OPTIMISER_BYTES,
+        plan.steps * trained.parameters * OPTIMISER_BYTES,
     )
 
 
 def selection_cost(recipe: Recipe, models: Models) -> Cost:
     """What selecting costs if nothing settles early."""
-    spec, student = models.spec, recipe.student
-    config = LT2Config.from_spec(
-        spec,
-        loops=student.loops,
-        prelude_layers=student.prelude_layers,
-        coda_layers=student.coda_layers,
-    )
+    options = student_options(models.spec, recipe.student.model_dump())
+    config = LT2Config.from_spec(models.spec, **options)
     return most_cost(recipe.select, config.schedule(), models.keep)
 
 
@@ -108,7 +116,7 @@ def _select(recipe: Recipe, models: Models) -> Work:
     cost, length = selection_cost(recipe, models), recipe.select.seq_len_tokens
     # Scored passes are of either model, with or without one layer changed.
     body = max(
-        forward_flops(x, models.spec, length, head=False) for x in (models.teacher, models.linear)
+        forward_flops(x, models.spec, length, head=False) for x in (models.origin, models.linear)
     )
     scored = _scored_tokens(recipe, models, cost)
     flops = cost.forward_tokens * body + 2 * scored * _head_flops(models.spec)
@@ -117,7 +125,7 @@ def _select(recipe: Recipe, models: Models) -> Work:
     if recipe.select.method == "kl-gates":
         return _gates(recipe, models)
     settings, steps = short_settings(recipe.logits, recipe.select)
-    one = _train(settings, models)
+    one = _train(settings, models, models.hybrid)
     share = steps / (steps + 1)  # its budget holds one step that is not trained
     layers = models.spec.num_layers
     return Work(
@@ -133,11 +141,11 @@ def _gates(recipe: Recipe, models: Models) -> Work:
     settings = gate_settings(recipe.logits, recipe.select)
     plan, length = plan_steps(settings), settings.seq_len_tokens
     teacher, linear = (
-        forward_flops(x, models.spec, length) for x in (models.teacher, models.linear)
+        forward_flops(x, models.spec, length) for x in (models.origin, models.linear)
     )
     full = sum(
-        x.visits * _mixer_flops(models.teacher, models.spec, x.layer, length)
-        for x in models.teacher.layers
+        x.visits * _mixer_flops(models.origin, models.spec, x.layer, length)
+        for x in models.origin.layers
     )
     passes = 3 if settings.gradient_checkpointing else 2
     tokens = plan.steps * plan.step_tokens
@@ -156,7 +164,8 @@ def forward_flops(model: ModelFacts, spec: TeacherSpec, length: int, *, head: bo
     """A forward pass of one token in rows of ``length`` tokens."""
     total = 0.0
     for layer in model.layers:
-        mlp = 2 * (layer.parameters - layer.mixer_parameters)
+        used, used_by_mixer = layer.visited
+        mlp = 2 * (used - used_by_mixer)
         total += layer.visits * (mlp + _mixer_flops(model, spec, layer.layer, length))
     return total + (_head_flops(spec) if head else 0.0)
 
@@ -164,14 +173,22 @@ def forward_flops(model: ModelFacts, spec: TeacherSpec, length: int, *, head: bo
 def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) -> float:
     facts = model.layers[layer]
     width = spec.num_attention_heads * spec.head_dim
-    flops = 2.0 * facts.mixer_parameters
-    if facts.mixer in ("gdn", "gdn_window"):
-        # Within a chunk five products with its tokens, across chunks three with the state.
-        flops += width * (5 * CHUNK_TOKENS + 6 * spec.head_dim)
-    if facts.mixer == "gdn":
+    flops = 2.0 * facts.visited[1]
+    if facts.mixer in PRODUCTS:
+        within, across = PRODUCTS[facts.mixer]
+        flops += width * (within * CHUNK_TOKENS + 2 * across * spec.head_dim)
+    if not MIXERS[facts.mixer].keeps_keys:
         return flops
-    seen = length / 2 if facts.window is None else min(length / 2, facts.window)
-    return flops + 4 * width * seen
+    limits = [x for x in (facts.window, facts.attended) if x is not None]
+    return (
+        flops + 4 * width * min([length / 2, *limits]) + _choosing_flops(model, spec, layer, length)
+    )
+
+
+def _choosing_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) -> float:
+    """What it takes to look at all keys, or at one a block."""
+    facts = model.layers[layer]
+    return 2.0 * facts.choosing_width * length / 2
 
 
 def _head_flops(spec: TeacherSpec) -> float:

@@ -12,7 +12,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEACHER, STUDENT = "#555555", "#1f6fb2"
-COLOURS = {"full": "#e8903a", "window": "#7fb069", "gdn": "#1f6fb2", "gdn_window": "#2a9d8f"}
+COLOURS = {
+    "full": "#e8903a",
+    "window": "#7fb069",
+    "gdn": "#1f6fb2",
+    "gdn_window": "#2a9d8f",
+    "deltanet": "#6a8caf",
+    "kda": "#4b4e9e",
+    "mamba2": "#9467bd",
+    "retnet": "#c45b8a",
+    "dsa": "#8e5ea2",
+    "nsa": "#c45850",
+}
 OTHER_COLOUR = "#b0b0b0"
 
 
@@ -83,13 +94,16 @@ def kl_by_position(buckets: Sequence[dict[str, Any]]) -> bytes:
     return _png(figure)
 
 
-def layer_map(mixers: Sequence[str], loops: int) -> bytes:
-    """The mixer of every layer, a row a loop."""
+def layer_map(mixers: Sequence[str], loops: int, core: tuple[int, int] | None = None) -> bytes:
+    """The mixer of every layer, a row a loop; layers before and after the core are in one row."""
     from matplotlib.patches import Patch, Rectangle
 
     figure, (axis,) = _figure(max(5.0, 0.28 * len(mixers) + 1.5), 1.4 + 0.3 * loops)
+    first, end = core or (0, len(mixers))
     for loop in range(loops):
         for layer, kind in enumerate(mixers):
+            if (layer < first and loop) or (layer >= end and loop < loops - 1):
+                continue
             colour = COLOURS.get(kind, OTHER_COLOUR)
             axis.add_patch(Rectangle((layer + 0.05, loop + 0.08), 0.9, 0.84, color=colour))
     axis.set(xlim=(0, len(mixers)), ylim=(loops, 0), xlabel="layer", ylabel="loop")

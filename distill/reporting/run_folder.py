@@ -74,6 +74,13 @@ class RunFolder:
                 return int(found.get("loops") or 1)
         return 1
 
+    @property
+    def core(self) -> tuple[int, int]:
+        """The first layer that is looped, and the one after the last."""
+        config = _json(self.folder / "student" / "config.json") or {}
+        last = len(self.mixers or []) - int(config.get("coda_layers") or 0)
+        return int(config.get("prelude_layers") or 0), last
+
 
 def read_run(folder: Path) -> RunFolder:
     """Read everything that is there.

@@ -87,9 +87,13 @@ def layers(run: RunFolder) -> Section:
             share = f"{len(which)} of {len(mixers)} layers"
             section.text.append(f"{kind}: {share}, {runs(which)}")
         if run.loops > 1:
-            section.text.append(f"All layers run {run.loops} times; each loop has its own cache.")
+            first, end = run.core
+            who = (
+                "All layers" if (first, end) == (0, len(mixers)) else f"Layers {first} to {end - 1}"
+            )
+            section.text.append(f"{who} run {run.loops} times; each loop has its own cache.")
         alt = "mixer of every layer, one row a loop"
-        section.plots.append(Plot("layer_map", plots.layer_map(mixers, run.loops), alt))
+        section.plots.append(Plot("layer_map", plots.layer_map(mixers, run.loops, run.core), alt))
     return section
 
 

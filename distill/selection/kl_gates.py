@@ -96,6 +96,8 @@ def shares(scores_N: Tensor, total: float) -> Tensor:
 class GatedMixer(nn.Module):
     """Full and linear attention of one layer, mixed by its gate; for passes without a cache."""
 
+    chooses = False  # nothing in it learns
+
     def __init__(self, full: nn.Module, linear: nn.Module, gates: Gates, layer: int) -> None:
         super().__init__()
         self.full, self.linear, self.gates, self.layer = full, linear, gates, layer

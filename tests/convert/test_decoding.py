@@ -21,8 +21,13 @@ MIXERS = {
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn", "gdn_window"],
+    "delta": ["kda", "deltanet", "kda"],
+    "decay": ["retnet", "retnet", "mamba2"],
+    "dsa": ["dsa", "dsa", "dsa"],
+    "nsa": ["nsa", "nsa", "nsa"],
     "hybrid": ["gdn", "full", "window"],
 }
+SMALL = {"window_tokens": 5, "top_k_tokens": 6, "block_tokens": 2, "chosen_blocks": 2}
 LENGTHS, NEW = (11, 3, 7), 9
 PLAIN = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 
@@ -30,7 +35,7 @@ PLAIN = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 def model_of(family: str, mixers: str, loops: int = 2, **options: Any) -> LT2ForCausalLM:
     """Windows of 5 tokens: shorter than the longest prompts, longer than the shortest."""
     spec = tiny_spec(family, num_loops=loops)
-    return tiny_model(spec, MIXERS[mixers], **({"window_tokens": 5} | options))
+    return tiny_model(spec, MIXERS[mixers], **(SMALL | options))
 
 
 def prompts() -> dict[str, torch.Tensor]:
@@ -67,6 +72,8 @@ def test_greedy_tokens_are_those_of_generate(family: str, mixers: str) -> None:
         {"loops": 1},
         {"loops": 3},
         {"loops": 3, "prelude_layers": 1, "coda_layers": 1},
+        {"loops": 3, "coda_layers": 1, "tied_rank": 0},
+        {"tied_rank": 3},
         {"sdpa_gate": True, "loop_residual": True},
         {"short_conv": False},
         {"conv_size": 2},
@@ -75,8 +82,8 @@ def test_greedy_tokens_are_those_of_generate(family: str, mixers: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("mixers", ["hybrid", "gdn_window"])
-@pytest.mark.parametrize("family", ["llama", "ouro"])
+@pytest.mark.parametrize("mixers", ["hybrid", "gdn_window", "delta", "decay"])
+@pytest.mark.parametrize("family", ["llama", "ouro", "qwen2"])
 def test_every_option_of_a_student(family: str, mixers: str, options: dict[str, Any]) -> None:
     model = model_of(family, mixers, **options)
     decoder = decoder_of(model)
@@ -214,6 +221,20 @@ def test_a_model_with_joined_weights_trains_and_is_saved(tmp_path: Any) -> None:
     assert model.model.layers[1].mixer.k_proj.weight.grad.any()
 
 
+@pytest.mark.parametrize("tied_rank", [0, 3])
+def test_a_decoder_of_tied_loops_notices_that_they_were_trained(tied_rank: int) -> None:
+    model = model_of("qwen2", "hybrid", tied_rank=tied_rank)
+    decoder, second = decoder_of(model), decoder_of(model)
+    for each in (decoder, second):  # copies of their own, or one memory for both
+        assert each.generate(**prompts(), max_new_tokens=NEW).tolist() == plain(model, prompts())
+    with torch.no_grad():
+        model.model.layers[1].mixer.q_proj.bias.add_(1.0)
+    with pytest.raises(ValueError, match="make a new Decoder"):
+        decoder.generate(**prompts(), max_new_tokens=NEW)
+    again = decoder_of(model).generate(**prompts(), max_new_tokens=NEW)
+    assert again.tolist() == plain(model, prompts())
+
+
 def test_layers_of_two_dtypes_are_not_joined() -> None:
     layers = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2).half()]
     with pytest.raises(ValueError, match=r"torch\.float16 on cpu, torch\.float32 on cpu"):
@@ -263,14 +284,18 @@ def test_a_step_in_triton_is_that_in_plain_pytorch(family: str, rows: int) -> No
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("layout", ["pre", "sandwich"])
-def test_steps_in_bf16_are_as_right_as_forward_passes(layout: Any, rows: int) -> None:
+@pytest.mark.parametrize("mixers", [["gdn", "full", "gdn_window"], ["nsa", "full", "nsa"]], ids=str)
+def test_steps_in_bf16_are_as_right_as_forward_passes(
+    layout: Any, rows: int, mixers: list[str]
+) -> None:
     """Of real width on a GPU; the truth is the same weights in fp32."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     heads, width, mlp = (16, 128, 5632) if device == "cuda" else (4, 16, 96)
     size = {"hidden_size": heads * width, "intermediate_size": mlp, "head_dim": width}
     size |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 1000}
     spec = tiny_spec("ouro", num_loops=2, norm_layout=layout, attention_scale=width**-0.5, **size)
-    model = tiny_model(spec, ["gdn", "full", "gdn_window"], window_tokens=32).bfloat16().to(device)
+    small = {"window_tokens": 32, "block_tokens": 4, "chosen_blocks": 4}
+    model = tiny_model(spec, mixers, **small).bfloat16().to(device)
     ids_BT, first = tokens(rows, 80).to(device), 64
     decoder = Decoder(model, rows, ids_BT.shape[1])
     with torch.no_grad():

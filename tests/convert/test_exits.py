@@ -77,6 +77,16 @@ def test_the_fast_path_leaves_where_generate_does(
         assert (decoder.cache.steps, decoder.cache.loops) == (NEW - 1, cache.loops)
 
 
+@pytest.mark.parametrize("mixers", ["full", "gdn_window", "decay", "nsa"])
+def test_loops_with_tensors_of_their_own_leave_too(mixers: str) -> None:
+    """What a skipped loop takes in was projected by the tensors of the last one computed."""
+    model = looped(mixers, "qwen2", tied_rank=3)
+    whole = model.generate(**padded(), exit_threshold=0.4, **SAMPLING)
+    decoder = Decoder(model, 3, 11 + NEW, exit_threshold=0.4)
+    assert torch.equal(decoder.generate(**padded(), max_new_tokens=NEW), whole[:, 11:])
+    assert NEW - 1 < decoder.cache.loops < 4 * (NEW - 1)
+
+
 def calls(model: LT2ForCausalLM, threshold: float | None) -> Counter[str]:
     """How often parts of the layers ran in the steps behind a prompt."""
     found: Counter[str] = Counter()

@@ -14,8 +14,13 @@ MIXERS = {
     "full": ["full"] * NUM_LAYERS,
     "linear": ["gdn"] * NUM_LAYERS,
     "windowed": ["gdn_window"] * NUM_LAYERS,
+    "dsa": ["dsa"] * NUM_LAYERS,
+    "nsa": ["nsa"] * NUM_LAYERS,
     "hybrid": ["gdn", "full", "window"],
+    "delta": ["kda", "deltanet", "kda"],
+    "decay": ["retnet", "retnet", "mamba2"],
 }
+SMALL = {"window_tokens": 5, "block_tokens": 2}
 
 
 def ouro_1_4b() -> TeacherSpec:
@@ -63,7 +68,7 @@ def stored_bytes(cache: object) -> int:
 @pytest.mark.parametrize("mixers", MIXERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_equal_the_real_model(family: str, mixers: str) -> None:
-    model = tiny_model(tiny_spec(family), MIXERS[mixers], window_tokens=5)
+    model = tiny_model(tiny_spec(family), MIXERS[mixers], **SMALL)
     facts = model_facts(model.config)
     assert facts.parameters == unique_parameters(model)
     for layer, block in zip(facts.layers, model.model.layers, strict=True):
@@ -73,11 +78,11 @@ def test_parameters_equal_the_real_model(family: str, mixers: str) -> None:
     assert facts.head_parameters == (0 if tied else model.head_weight.numel())
 
 
-@pytest.mark.parametrize("length", [3, 23])
+@pytest.mark.parametrize("length", [4, 24])
 @pytest.mark.parametrize("mixers", MIXERS)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "ouro"])
 def test_cache_equals_the_tensors_of_a_real_cache(family: str, mixers: str, length: int) -> None:
-    model = tiny_model(tiny_spec(family), MIXERS[mixers], window_tokens=5)
+    model = tiny_model(tiny_spec(family), MIXERS[mixers], **SMALL)
     with torch.no_grad():
         cache = model(tokens(1, length), use_cache=True).cache
     facts = model_facts(model.config, cache_dtype=torch.float32)

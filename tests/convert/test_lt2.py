@@ -20,16 +20,32 @@ MIXERS = {
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn_window", "gdn_window"],
+    "delta": ["kda", "deltanet", "kda"],
+    "decay": ["retnet", "retnet", "mamba2"],
+    "dsa": ["dsa", "dsa", "dsa"],
+    "nsa": ["nsa", "nsa", "nsa"],
     "hybrid": ["gdn", "full", "window"],
 }
+SMALL = {"window_tokens": 5, "top_k_tokens": 6, "block_tokens": 2, "chosen_blocks": 2}
 CASES = [(family, name) for family in FAMILIES for name in MIXERS]
+# Loops with norms, biases and corrections of rank 3 of their own.
+CASES += [(family, f"{name} tied") for family in FAMILIES for name in ("full", "hybrid")]
+CASES += [("qwen2", f"{name} tied") for name in ("gdn_window", "delta", "decay", "dsa", "nsa")]
+CASES += [("olmo2", "gdn tied")]  # norms by kv head
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # models run in fp64, RoPE tables are fp32
 
 
 def student(family: str, mixers: str, loops: int = 2, **options: object) -> LT2ForCausalLM:
-    spec = tiny_spec(family, num_loops=loops)
+    mixers, tied = mixers.removesuffix(" tied"), mixers.endswith(" tied")
+    spec = tiny_spec(family, num_loops=loops, tied_rank=3 if tied else None)
     return tiny_model(
-        spec, MIXERS[mixers], window_tokens=5, sdpa_gate=True, loop_residual=True, **options
+        spec,
+        MIXERS[mixers],
+        window_tokens=5,
+        top_k_tokens=6,
+        sdpa_gate=True,
+        loop_residual=True,
+        **options,
     ).double()
 
 
@@ -101,7 +117,7 @@ def test_right_padding_and_the_future_do_not_leak(family: str, mixers: str) -> N
 
 
 @pytest.mark.parametrize("loops", [1, 2, 3, 4])
-@pytest.mark.parametrize("mixers", list(MIXERS))
+@pytest.mark.parametrize("mixers", [*MIXERS, "hybrid tied"])
 def test_every_loop_count_has_its_own_cache_slots(mixers: str, loops: int) -> None:
     model, ids = student("ouro", mixers, loops), tokens(1, 8)
     with torch.no_grad():
@@ -112,7 +128,7 @@ def test_every_loop_count_has_its_own_cache_slots(mixers: str, loops: int) -> No
         torch.testing.assert_close(last, model(ids).logits[:, 7:], **TOLERANCE)
 
 
-@pytest.mark.parametrize("mixers", list(MIXERS))
+@pytest.mark.parametrize("mixers", [*MIXERS, "full tied", "gdn_window tied"])
 def test_prelude_and_coda_run_once(mixers: str) -> None:
     model = student("llama", mixers, 3, prelude_layers=1, coda_layers=1)
     visits = [(step.layer, step.loop) for step in model.model.schedule]
@@ -188,9 +204,18 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(family: str, loops: int)
         torch.testing.assert_close(wide(ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_reloaded_student_is_the_live_one_in_a_fresh_process(family: str, tmp_path) -> None:
-    model, ids = student(family, "hybrid").float(), tokens(1, 9)
+@pytest.mark.parametrize(
+    ("family", "mixers"),
+    [
+        *((family, name) for family in FAMILIES for name in ("hybrid", "hybrid tied")),
+        *(("llama", mixers) for mixers in ("delta", "decay")),
+        *((family, mixers) for family in FAMILIES for mixers in ("dsa", "nsa")),
+    ],
+)
+def test_a_reloaded_student_is_the_live_one_in_a_fresh_process(
+    family: str, mixers: str, tmp_path
+) -> None:
+    model, ids = student(family, mixers).float(), tokens(1, 13)
     save_student(model, None, tmp_path / "student", {"teacher": family})
     with torch.no_grad():
         expected = model(ids).logits
@@ -225,8 +250,9 @@ def test_exit_probabilities_by_hand() -> None:
     torch.testing.assert_close(exit_probabilities(gates)[0, 0], torch.tensor(expected))
 
 
-def test_gradient_checkpointing_changes_no_gradient() -> None:
-    model, ids = student("ouro", "hybrid").train(), tokens(2, 11)
+@pytest.mark.parametrize("mixers", ["hybrid", "hybrid tied"])
+def test_gradient_checkpointing_changes_no_gradient(mixers: str) -> None:
+    model, ids = student("ouro", mixers).train(), tokens(2, 11)
     model(ids, labels=ids).loss.backward()
     plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()

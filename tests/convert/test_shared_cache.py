@@ -110,7 +110,7 @@ def test_own_is_the_default() -> None:
     [
         ("full", 1, "has one loop"),
         ("gdn", 4, "loops no layer with full attention"),
-        ("gdn_window", 2, "windows and recurrent states stay each loop's own"),
+        ("gdn_window", 2, "windows, recurrent states and chosen keys stay each loop's own"),
         ("window", 2, "loops no layer with full attention"),
     ],
 )

@@ -16,13 +16,18 @@ MIXERS = {
     "window": ["window", "window", "window"],
     "gdn": ["gdn", "gdn", "gdn"],
     "gdn_window": ["gdn_window", "gdn", "gdn_window"],
+    "delta": ["kda", "deltanet", "kda"],
+    "decay": ["retnet", "retnet", "mamba2"],
+    "dsa": ["dsa", "dsa", "dsa"],
+    "nsa": ["nsa", "nsa", "nsa"],
     "hybrid": ["gdn", "full", "window"],
 }
+SMALL = {"window_tokens": 5, "top_k_tokens": 6, "block_tokens": 2, "chosen_blocks": 2}
 
 
 def model_of(family: str, mixers: str, loops: int = 2, **options: Any) -> Any:
     spec = tiny_spec(family, num_loops=loops)
-    return tiny_model(spec, MIXERS[mixers], window_tokens=5, **options)
+    return tiny_model(spec, MIXERS[mixers], **SMALL, **options)
 
 
 def padded(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,14 +23,23 @@ NEW_IN_GDN = {
     "rate_bias",
     "out_norm_weight",
 }
+NEW_IN_OTHERS = {
+    "deltanet": {"b_proj.weight"},
+    "kda": {"b_proj.weight", "a_proj.weight", "decay_up.weight", "log_rate", "rate_bias"},
+    "mamba2": {"a_proj.weight", "log_rate", "rate_bias", "skip"},
+    "retnet": {"rate_bias"},
+}
 
 
+@pytest.mark.parametrize("mixers", [["gdn"] * 3, ["kda", "deltanet", "mamba2"], ["retnet"] * 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_linear_q_dot_k_is_the_teachers_before_rope_head_by_head(family: str) -> None:
+def test_linear_q_dot_k_is_the_teachers_before_rope_head_by_head(
+    family: str, mixers: list[str]
+) -> None:
     """Right values from the definition: query head h reads kv head h // (H / G)."""
     spec = tiny_spec(family)
     teacher = tiny_model(spec)
-    student = build_student(teacher, ["gdn"] * 3)
+    student = build_student(teacher, mixers)
     x_BTC = torch.randn(2, 7, spec.hidden_size, generator=torch.Generator().manual_seed(3))
     group = spec.num_attention_heads // spec.num_key_value_heads
     for layer in range(3):
@@ -55,6 +64,10 @@ def test_only_the_mixers_own_parts_are_new(family: str) -> None:
     assert set(new_tensors(student, teacher)) == expected
     plain = build_student(teacher, ["gdn"] * 3, {"short_conv": False})
     assert {name.split("mixer.")[1] for name in new_tensors(plain, teacher)} == NEW_IN_GDN
+    for kind, new in NEW_IN_OTHERS.items():
+        other = build_student(teacher, [kind] * 3, {"short_conv": False})
+        expected = new | {"gate_proj.weight", "out_norm_weight"}
+        assert {name.split("mixer.")[1] for name in new_tensors(other, teacher)} == expected
 
 
 def test_every_teacher_tensor_arrives_bit_for_bit() -> None:

@@ -47,15 +47,16 @@ def direct_loss(
     context = model.context(h_BTC, attention_mask=batch.keep_BT, segment_ids=batch.segment_ids_BT)
     keep = batch.keep_BT
     losses = []
-    for _ in range(model.spec.num_loops):
+    for loop in range(model.spec.num_loops):
         for i, layer in enumerate(model.layers):
-            x_BTC = layer.pre_mixer_norm(h_BTC)
-            target = layer.post_mixer_norm(layer.mixer(x_BTC, context))
+            context = context.at(loop)
+            x_BTC = layer.mixer_input(h_BTC, loop)
+            target = layer.mixer_contribution(layer.mixer(x_BTC, context), loop)
             if student.config.mixers[i] != "full":
-                guess = layer.post_mixer_norm(pupil.layers[i].mixer(x_BTC, context))
+                guess = layer.mixer_contribution(pupil.layers[i].mixer(x_BTC, context), loop)
                 losses.append((guess - target)[keep].square().mean() / target[keep].square().mean())
             h_BTC = h_BTC + target
-            h_BTC = h_BTC + layer.mlp_branch(h_BTC)
+            h_BTC = h_BTC + layer.mlp_branch(h_BTC, loop)
         if model.spec.loop_norm == "every":
             h_BTC = model.norm(h_BTC)
     return torch.stack(losses).mean(), len(losses)
@@ -65,10 +66,13 @@ def mixer_gradients(student: LT2ForCausalLM) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in student.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mixer", ["gdn", "window"])
-def test_local_backwards_equal_one_global_loss(family: str, mixer: str) -> None:
-    teacher, student = pair(family, [mixer] * 3)
+@pytest.mark.parametrize("family", [*FAMILIES, "tied"])
+@pytest.mark.parametrize(
+    "mixers", [["gdn"] * 3, ["window"] * 3, ["kda", "mamba2", "retnet"]], ids="-".join
+)
+def test_local_backwards_equal_one_global_loss(family: str, mixers: list[str]) -> None:
+    tied = {"family": "qwen2", "num_loops": 3, "tied_rank": 2} if family == "tied" else {}
+    teacher, student = pair(**({"family": family, "mixers": mixers} | tied))
     batch = packed(padding=4)
     objective = AlignObjective(teacher, student)
     parts: list[Tensor] = []
@@ -164,10 +168,11 @@ def test_a_window_that_covers_the_row_starts_without_error() -> None:
     assert metrics["loss"].item() < 1e-10
 
 
+@pytest.mark.parametrize("mixer", ["gdn", "deltanet", "kda", "mamba2", "retnet"])
 @pytest.mark.parametrize("family", ["llama", "ouro"])
-def test_calibration_gives_every_channel_the_teachers_size(family: str) -> None:
+def test_calibration_gives_every_channel_the_teachers_size(family: str, mixer: str) -> None:
     teacher = tiny_model(tiny_spec(family)).requires_grad_(False)
-    student = build_student(teacher, ["gdn", "full", "window"], share=True)
+    student = build_student(teacher, [mixer, "full", "window"], share=True)
     batches = [packed(padding=3), packed(rows=1)]
     inputs: list[Tensor] = []
 

@@ -29,7 +29,9 @@ from ltconvert.distill.parking import Parking
 from ltconvert.kernels import dispatch
 from ltconvert.recipes.schema import LogitsSettings
 
-MIXERS = ["gdn", "full", "window", "gdn", "gdn_window", "gdn_window"]
+MIXERS = ["gdn", "full", "window", "gdn", "gdn_window", "gdn_window", "dsa", "nsa"]
+LINEAR = ["deltanet", "kda", "mamba2", "retnet", "kda", "retnet", "mamba2", "deltanet"]
+SMALL = {"window_tokens": 4, "top_k_tokens": 5, "block_tokens": 2, "chosen_blocks": 2}
 ON = Choice(True, "a test")
 
 
@@ -45,12 +47,19 @@ def packed(length: int = 16) -> Batch:
     return Batch(ids_BT, segments_BT, ids_BT.roll(-1, 1), keep_BT).to("cpu")
 
 
-def pair(family: str = "llama", *, share: bool = False) -> tuple[LT2ForCausalLM, LT2ForCausalLM]:
+def pair(
+    family: str = "llama", mixers: list[str] = MIXERS, *, share: bool = False
+) -> tuple[LT2ForCausalLM, LT2ForCausalLM]:
+    tied = {"family": "qwen2", "num_loops": 2, "tied_rank": 3} if family == "tied" else {}
     spec = tiny_spec(
-        family, num_layers=6, layer_rope=("default",) * 6, layer_windows=(None,) * 6, head_dim=16
+        **({"family": family} | tied),
+        num_layers=len(MIXERS),
+        layer_rope=("default",) * len(MIXERS),
+        layer_windows=(None,) * len(MIXERS),
+        head_dim=16,
     )
     teacher = tiny_model(spec).requires_grad_(False)
-    student = build_student(teacher, MIXERS, {"window_tokens": 4}, share=share)
+    student = build_student(teacher, mixers, SMALL, share=share)
     for seed, layer in enumerate(student.model.layers):
         if layer.mixer.kind != "full":
             scatter(layer.mixer, seed + 1)
@@ -66,6 +75,10 @@ def logits(family: str) -> LogitsObjective:
 
 def align(family: str) -> AlignObjective:
     return AlignObjective(*pair(family, share=True))
+
+
+def align_linear(family: str) -> AlignObjective:
+    return AlignObjective(*pair(family, LINEAR, share=True))
 
 
 def step(objective: Any, *, bf16: bool = False) -> dict[str, torch.Tensor]:
@@ -92,8 +105,12 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         (logits, "ouro", "reference"),
         (logits, "qwen3", "reference"),
         (align, "ouro", "reference"),
+        (logits, "tied", "reference"),
+        (align, "tied", "reference"),
+        (align_linear, "ouro", "reference"),
         pytest.param(logits, "llama", "triton", marks=pytest.mark.slow),
         pytest.param(align, "llama", "triton", marks=pytest.mark.slow),
+        pytest.param(align_linear, "llama", "triton", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_step_and_no_break_in_a_layer(
@@ -114,8 +131,8 @@ def test_the_same_step_and_no_break_in_a_layer(
         assert counter.frame_count == makes  # nothing is compiled anew in the second step
         check_same(step(objective), expected)
     assert counter.frame_count == makes
-    # Teacher and student; every mixer: not one a layer or visit.
-    assert makes <= 6
+    # Teacher and student; every mixer: not one a layer or visit, but where loops differ.
+    assert makes <= (16 if family == "tied" else 8)
     assert objective.teacher.model.call_layer is run_layer
 
 

@@ -39,11 +39,18 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("stage", ["align", "logits"])
-@pytest.mark.parametrize("family", ["llama", "ouro", "gemma2"])
-def test_a_step_waits_for_nothing(stage: str, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "mixers"),
+    [
+        *((family, ["gdn", "full", "window"]) for family in ("llama", "ouro", "gemma2")),
+        *((family, ["dsa", "nsa", "dsa"]) for family in ("llama", "ouro", "gemma2")),
+        ("llama", ["kda", "mamba2", "retnet"]),
+    ],
+)
+def test_a_step_waits_for_nothing(stage: str, family: str, mixers: list[str]) -> None:
     teacher = tiny_model(tiny_spec(family, head_dim=16)).requires_grad_(False)
-    mixers = ["gdn", "full", "window"]
-    student = build_student(teacher, mixers, {"window_tokens": 100}, share=stage == "align")
+    options = {"window_tokens": 100, "top_k_tokens": 100, "chosen_blocks": 2}
+    student = build_student(teacher, mixers, options, share=stage == "align")
     teacher, student = teacher.to("meta"), student.to("meta")
     objective: Any = (
         AlignObjective(teacher, student)

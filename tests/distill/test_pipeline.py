@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from pipeline_case import convert, make_case, make_recipe
 
+from ltconvert import recipes
 from ltconvert.convert.checkpoint import load_student, read_provenance
 from ltconvert.convert.teachers.load import Teacher, load_teacher
 from ltconvert.distill import pipeline
@@ -209,6 +211,47 @@ def test_disabled_stages_leave_no_trace(case: Path, teacher: Teacher, tmp_path: 
     assert same(dict(attention), dict(teacher.model.model.layers[1].mixer.state_dict()))
 
 
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_converts(name: str, case: Path, teacher: Teacher, tmp_path: Path) -> None:
+    """Its student, its way to choose layers and its stages, at toy size."""
+    loaded = recipes.load(name)
+    few = {"budget_tokens": 128}
+    small = {"window_tokens": 8, "top_k_tokens": 8, "block_tokens": 4, "chosen_blocks": 2}
+    student = {"full_layers": 1} | loaded["student"] | small
+    if "loop_start" in student:  # one layer, and one that runs twice
+        student |= {"prelude_layers": 1, "coda_layers": 0, "loop_rank": 2}
+        student["loop_calibration_tokens"] = 128
+    if isinstance(turns := student.get("mixer"), list):
+        student["mixer"] = turns[-3:]
+    if isinstance(share := student["full_layers"], float):
+        student["full_layers"] = round(3 * share + 0.4)  # one of three
+    enabled = {
+        stage: {"enabled": loaded.get(stage, {}).get("enabled", True)}
+        for stage in ("align", "select")
+    }
+    method = {"method": loaded.get("select", {}).get("method", "kl-fast"), "recall_examples": 2}
+    if method["method"].startswith("recall"):
+        method["seq_len_tokens"] = 320  # what an example takes with this tokenizer
+    result = convert(
+        teacher,
+        case,
+        tmp_path,
+        student=student,
+        loop=few,
+        align=few | enabled["align"],
+        select=method | enabled["select"],
+        logits=few,
+        longctx={"enabled": False},
+    )
+    mixer = loaded["student"].get("mixer", "gdn")
+    mixers = mixer if isinstance(mixer, list) else [mixer]
+    if mixers != ["full"]:
+        assert result.student.config.mixers.count("full") == student["full_layers"]
+    assert set(result.student.config.mixers) <= {"full", *mixers}
+    assert same(weights(result.student_dir), dict(result.student.state_dict()))
+    assert all(math.isfinite(row["kl"]) for row in result.rows)
+
+
 def test_a_choice_left_open_without_select_is_refused(
     case: Path, teacher: Teacher, tmp_path: Path
 ) -> None:
@@ -224,6 +267,24 @@ def test_a_student_that_keeps_everything_is_its_teacher(
     assert [row["stage"] for row in result.rows] == ["start"]
     assert result.rows[0]["kl"] < 1e-9
     assert (tmp_path / "student/config.json").is_file()
+
+
+@pytest.mark.parametrize("mixer", ["dsa", "nsa"])
+def test_a_student_that_chooses_goes_through_all_stages(
+    case: Path, teacher: Teacher, tmp_path: Path, mixer: str
+) -> None:
+    small = {"top_k_tokens": 12, "window_tokens": 8, "block_tokens": 4, "chosen_blocks": 2}
+    result = convert(teacher, case, tmp_path, student={"mixer": mixer, **small})
+    assert [row["stage"] for row in result.rows] == ["start", *STAGES]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    choices = {line["stage"]: line["choice"] for line in lines if "choice" in line}
+    assert set(choices) == ({"align", "logits", "longctx"} if mixer == "dsa" else set())
+    loaded = load_student(result.student_dir)
+    assert sorted(loaded.config.mixers) == sorted([mixer, mixer, "full"])
+    # In `align` nothing that the teacher has is trained.
+    aligned = load_student(tmp_path / "stages/align/student")
+    for name, value in teacher.model.state_dict().items():
+        assert torch.equal(aligned.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])

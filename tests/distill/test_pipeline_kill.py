@@ -104,6 +104,20 @@ def _losses(path: Path) -> list[tuple[str, int, float]]:
     ("family", "points", "sections"),
     [
         ("llama", POINTS, {}),
+        (
+            "llama",
+            ["loop:4", "put:student:1", "align:3", "put:selection.json:1", "logits:4"],
+            {
+                "student": {
+                    "loops": 2,
+                    "prelude_layers": 1,
+                    "loop_start": "average",
+                    "loop_rank": 2,
+                    "loop_calibration_tokens": 256,
+                },
+                "longctx": {"enabled": False},
+            },
+        ),
         pytest.param("llama", MORE_POINTS, {}, marks=pytest.mark.slow),
         pytest.param(
             "ouro",

@@ -17,6 +17,7 @@ from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import build_student
+from ltconvert.convert.tying import tie_layers
 from ltconvert.distill.align import AlignObjective
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.distill.optim import plan_steps
@@ -35,6 +36,7 @@ from ltconvert.distill.planning.work import forward_flops
 from ltconvert.distill.records import RECIPE_FILE
 from ltconvert.errors import UserError
 from ltconvert.kernels import dispatch
+from ltconvert.kernels.chunkwise.spans import CHUNK_TOKENS
 from ltconvert.recipes.schema import Recipe
 
 GIB = 1 << 30
@@ -77,20 +79,62 @@ def test_disabled_stages_and_a_student_without_conversion_are_left_out() -> None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "ouro"])
-def test_trained_parameters_are_those_of_the_objectives(family: str) -> None:
+@pytest.mark.parametrize("mixer", ["gdn", "dsa", "nsa"])
+def test_trained_parameters_are_those_of_the_objectives(family: str, mixer: str) -> None:
     spec = tiny_spec(family)
-    made = make(spec, sections={"student": {"full_layers": [1]}})
+    long = {stage: {"seq_len_tokens": 4096} for stage in ("align", "select")}
+    made = make(spec, sections={"student": {"full_layers": [1], "mixer": mixer}, **long})
     teacher = tiny_model(spec).requires_grad_(False)
-    student = build_student(teacher, ["gdn", "full", "gdn"], share=True)
+    student = build_student(teacher, [mixer, "full", mixer], share=True)
 
     def trained(objective: Any) -> int:
         return sum(p.numel() for group in objective.parameter_groups() for p in group["params"])
 
     rows = {row.stage: row.trained_parameters for row in made.rows}
     assert rows["align"] == trained(AlignObjective(teacher, student, [0, 2], lr=1e-3))
-    whole = build_student(teacher, ["gdn", "full", "gdn"])
+    whole = build_student(teacher, [mixer, "full", mixer])
     gate = sum(p.numel() for n, p in whole.named_parameters() if "exit_gate" in n)
     assert rows["logits"] == trained(LogitsObjective(teacher, whole, recipe().logits)) + gate
+
+
+LOOPED = {"loops": 2, "prelude_layers": 1, "coda_layers": 1, "loop_start": "average"}
+
+
+def test_a_dense_teacher_is_looped_first_and_the_plan_says_at_what_cost() -> None:
+    """8 layers: a prelude, 3 tied ones that run twice, a coda."""
+    student = LOOPED | {"loop_rank": 4, "full_layers": 2}
+    healing = {"budget_tokens": 1_000_000, "batch_tokens": 8192}
+    made = make(sections={"student": student, "loop": healing})
+    assert [row.stage for row in made.rows] == ["loop", "align", "select", "logits", "longctx"]
+    assert made.rows[0].tokens == 123 * 8192 and made.rows[0].hours > 0
+    looped = tie_layers(tiny_model(deep()), loops=2, prelude=1, coda=1, rank=4)
+    size = sum(p.numel() for p in looped.parameters())
+    assert made.rows[0].trained_parameters == size
+    assert made.student.loops == 2 and len(made.student.layers) == 5 and made.keep == 2
+    assert [layer.visits for layer in made.student.layers] == [1, 2, 2, 2, 1]
+    teacher = sum(p.numel() for p in tiny_model(deep()).parameters())
+    memory = {row.stage: row.memory for row in made.rows}
+    assert memory["loop"]["teacher"] == 4 * teacher == memory["logits"]["teacher"]
+    assert memory["loop"]["optimiser"] == 8 * size
+    assert memory["align"]["teacher"] == 4 * (teacher + size)  # the looped one is compared with
+    assert any("in 2 loops (" in x and "single loops' own)" in x for x in summary_lines(made))
+
+
+def test_a_visit_of_a_tied_layer_counts_one_loops_corrections() -> None:
+    """At rank 0 a looped model multiplies as much as the dense one it came from."""
+    bare = models_of(recipe(student=LOOPED | {"loop_rank": 0}), deep())
+    assert forward_flops(bare.origin, bare.spec, 64) == forward_flops(bare.teacher, deep(), 64)
+    ranked = models_of(recipe(student=LOOPED | {"loop_rank": 4}), deep())
+    corrections = 4 * (7 * 32 + 3 * 48 + 2 * 48 + 2 * 24)  # inputs and outputs of seven matrices
+    more = forward_flops(ranked.origin, ranked.spec, 64) - forward_flops(bare.origin, bare.spec, 64)
+    assert more == 6 * 2 * corrections
+
+
+def test_layers_that_do_not_divide_are_refused_by_the_plan() -> None:
+    with pytest.raises(UserError, match=r"leave 6, which student\.loops 4 does not divide"):
+        make(sections={"student": LOOPED | {"loops": 4}})
+    with pytest.raises(ValueError, match=r"student\.loops is 2, the teacher runs 1.*loop_start"):
+        make(sections={"student": {"loops": 2}})
 
 
 def test_weights_gradients_and_optimiser_add_up() -> None:
@@ -123,14 +167,18 @@ def test_logits_on_a_gpu_are_two_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("mixer", ["full", "gdn", "gdn_window"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "ouro"])
+@pytest.mark.parametrize(
+    "mixer", ["full", "gdn", "gdn_window", "deltanet", "kda", "mamba2", "retnet", "dsa", "nsa"]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "ouro", "tied"])
 def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, precision: str) -> None:
     """The growth of saved memory with one more layer and with more tokens."""
 
+    small = {"window_tokens": 16, "top_k_tokens": 24, "block_tokens": 8, "chosen_blocks": 2}
+
     def kept(num_layers: int, length: int) -> int:
         spec = shape(family, num_layers)
-        model = tiny_model(spec, [mixer] * num_layers, window_tokens=16)
+        model = tiny_model(spec, [mixer] * num_layers, **small)
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         found: dict[int, torch.Tensor] = {}
 
@@ -148,22 +196,25 @@ def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, preci
         return sum(x.untyped_storage().nbytes() for x in found.values())
 
     grown = (kept(2, 128) - kept(1, 128)) - (kept(2, 64) - kept(1, 64))
-    config = LT2Config.from_spec(shape(family, 1), [mixer], window_tokens=16)
+    config = LT2Config.from_spec(shape(family, 1), [mixer], **small)
     layer = model_facts(config).layers[0]
-    assert saved_bytes(shape(family, 1), layer, precision) == pytest.approx(grown / 64, rel=0.25)
+    predicted = layer.visits * saved_bytes(shape(family, 1), layer, precision)
+    assert predicted == pytest.approx(grown / 64, rel=0.25)
 
 
 def shape(family: str, num_layers: int) -> TeacherSpec:
-    """One loop, proportions of a real model."""
+    """One loop, proportions of a real model; tied ones two."""
+    tied = family == "tied"
     return tiny_spec(
-        family,
+        "llama" if tied else family,
+        tied_rank=24 if tied else None,
         hidden_size=64,
         intermediate_size=176,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
         num_layers=num_layers,
-        num_loops=1,
+        num_loops=2 if tied else 1,
         layer_rope=("default",) * num_layers,
         layer_windows=(None,) * num_layers,
     )
@@ -210,6 +261,23 @@ def test_flops_of_a_dense_model_are_two_a_weight_and_token() -> None:
     width = spec.num_attention_heads * spec.head_dim
     attention = forward_flops(facts, spec, 1000) - without_attention
     assert attention == pytest.approx(3 * 4 * width * 500)
+
+
+def test_work_of_linear_mixers() -> None:
+    """A token costs the same in rows of any length; corrections and decays a channel cost more."""
+    spec, work = tiny_spec(), {}
+    for kind in ("full", "deltanet", "gdn", "kda", "mamba2", "retnet"):
+        facts = model_facts(LT2Config.from_spec(spec, [kind] * 3))
+        weights = sum(2 * x.parameters for x in facts.layers)
+        short, long = (forward_flops(facts, spec, n, head=False) for n in (100, 10_000))
+        assert (short == long) == (kind != "full")
+        work[kind] = short - weights
+    assert work["mamba2"] == work["retnet"] < work["deltanet"] == work["gdn"] < work["kda"]
+    # Of Mamba-2, a head and token: q.k and the sum over values of half a chunk of tokens, and with
+    # the state one product that reads and one that writes; two operations each.
+    width = spec.head_dim
+    one = 2 * (2 * CHUNK_TOKENS / 2 * width + 2 * width * width)
+    assert work["mamba2"] == pytest.approx(3 * spec.num_attention_heads * one)
 
 
 def test_loops_multiply_the_work() -> None:

@@ -126,8 +126,8 @@ def test_the_reference_against_single_queries(
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [1, 50, 64, 128, 500])
-@pytest.mark.parametrize("length", [1, 63, 65, 1000, 4097] if GPU else [1, 65, 150])
+@pytest.mark.parametrize("window", [1, 50, 64, 128, 500] if GPU else [1, 50, 128])
+@pytest.mark.parametrize("length", [1, 63, 65, 1000, 4097] if GPU else [1, 150])
 def test_windows_and_lengths(length: int, window: int, dtype: torch.dtype) -> None:
     x = inputs_of(length, dtype=dtype)
     three_way(x, window=window, scale=0.25)

@@ -29,7 +29,8 @@ def test_every_recipe_resolves_with_every_budget(name: str, budget: str | None) 
 
 
 def test_shipped_names() -> None:
-    assert {"hybrid25", "hybrid12", "linear-gdn", "window"} <= set(recipes.names())
+    assert {"hybrid25", "hybrid12", "window"} <= set(recipes.names())
+    assert {f"linear-{kind}" for kind in ("gdn", "kda", "mamba2", "retnet")} <= set(recipes.names())
     assert recipes.budgets() == ["demo", "small", "full"]
 
 
@@ -105,8 +106,11 @@ def test_values_from_the_command_line(text: str, section: str, key: str, value: 
     ("override", "expected"),
     [
         ("logits.temprature=2", "did you mean logits.temperature?"),
-        ("temperature=2", "did you mean logits.temperature or longctx.temperature?"),
-        ("logit.temperature=2", "did you mean logits.temperature"),
+        (
+            "temperature=2",
+            "did you mean loop.temperature or logits.temperature or longctx.temperature?",
+        ),
+        ("logit.temperature=2", "did you mean logits.temperature?"),
         ("logits.temperature=-1", "logits.temperature: input should be greater than 0 (got -1)"),
         ("logits=3", "logits is a section"),
         ("logits.temperature", "expected section.key=value"),
@@ -115,7 +119,8 @@ def test_values_from_the_command_line(text: str, section: str, key: str, value: 
         ("student.full_layers=0,0", "student.full_layers: a list of layers names each once"),
         (
             "student.mixer=gdm",
-            "student.mixer: input should be 'gdn', 'gdn_window', 'window' or 'full'",
+            "student.mixer: input should be 'gdn', 'gdn_window', 'kda', 'deltanet', 'mamba2', "
+            "'retnet', 'dsa', 'nsa', 'window' or 'full'",
         ),
         ("student.window_tokens=2048", "align.seq_len_tokens 2048 shows nothing outside"),
         ("align.batch_tokens=8", "align: batch_tokens 8 is less than one forward pass"),
@@ -192,3 +197,36 @@ def test_compile_is_a_word_on_the_command_line_and_in_a_file(word: str) -> None:
     recipe = recipes.resolve("hybrid25", overrides=[f"runtime.compile={word}"])
     assert recipe.runtime.compile == word
     assert yaml.safe_load(recipes.dump(recipe))["runtime"] == {"compile": word}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_layers", "full"),
+    [
+        ("4:1", 11, [4, 9]),
+        ("1:1", 5, [1, 3]),
+        ("2:2", 7, [2, 3, 6]),
+        ("0:1", 3, [0, 1, 2]),
+        ("3:0", 3, []),
+        ("bookend:3", 10, [0, 1, 9]),
+        ("bookend:4", 10, [0, 1, 8, 9]),
+        ("bookend:9", 4, [0, 1, 2, 3]),
+        ("bookend:0", 4, []),
+    ],
+)
+def test_patterns_of_full_layers(pattern: str, num_layers: int, full: list[int]) -> None:
+    student = recipes.resolve("hybrid25", overrides=[f"student.full_layers={pattern}"]).student
+    assert student.full(num_layers) == full
+    mixers = student.mixers(full, num_layers)
+    assert [i for i in range(num_layers) if mixers[i] == "full"] == full
+
+
+def test_mixers_take_turns_where_no_layer_is_full() -> None:
+    student = recipes.resolve("gdn-dsa", overrides=["student.mixer=gdn,window"]).student
+    assert student.mixers([2], 5) == ["gdn", "window", "full", "window", "gdn"]
+    assert student.full(5) == 0
+
+
+@pytest.mark.parametrize("pattern", ["a:1", "bookend:x", "4:1:1", "0:0", "middle:2"])
+def test_other_patterns_are_refused(pattern: str) -> None:
+    with pytest.raises(UserError, match=r"student.full_layers: (expected a:b|0:0 names)"):
+        recipes.resolve("hybrid25", overrides=[f"student.full_layers={pattern}"])
