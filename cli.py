@@ -101,12 +101,16 @@ def select_layers(
     out: Out = None,
     overrides: Overrides = None,
     revision: Revision = None,
+    per_loop: Annotated[
+        bool, typer.Option("--per-loop", help="Looped teachers: a score for each layer and loop.")
+    ] = False,
 ) -> None:
     """Rank the layers: which must stay full attention. `distill` with the same --out goes on."""
-    from ltconvert import cli_run
+    from ltconvert import cli_select
 
     resolved = _recipe(recipe, budget, data, overrides)
-    cli_run.select_layers(session, resolved, teacher, out, revision)
+    verb = cli_select.per_loop if per_loop else cli_select.select_layers
+    verb(session, resolved, teacher, out, revision)
 
 
 @app.command()
@@ -143,6 +147,13 @@ def evaluate(
         Path | None, typer.Option(help="Folder with lm-eval task files of your own.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Documents a task.")] = None,
+    loop_cache: Annotated[
+        str | None, typer.Option(help="last: also decode with the last loop's keys, and compare.")
+    ] = None,
+    exit_threshold: Annotated[
+        list[float] | None,
+        typer.Option(help="Also decode with early exit, and compare; repeatable."),
+    ] = None,
     budget: Budget = None,
     data: Data = None,
     out: Annotated[
@@ -155,6 +166,8 @@ def evaluate(
 
     extra = [] if tasks is None else [f"eval.tasks={tasks}"]
     extra += [] if limit is None else [f"eval.task_limit={limit}"]
+    extra += [] if loop_cache is None else [f"eval.loop_cache={loop_cache}"]
+    extra += [] if not exit_threshold else [f"eval.exit_thresholds={exit_threshold}"]
     options = {} if data is None else {"data": {"source": data}}
     models = cli_eval.find(teacher, student)
     recipe = cli_eval.recipe_of(models, budget, options, [*extra, *(overrides or [])])
@@ -176,6 +189,15 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(min=0.01)] = 1.0,
     beams: Annotated[int, typer.Option(min=1, help="Beam search; the text comes at its end.")] = 1,
     seed: Annotated[int, typer.Option()] = 0,
+    exit_threshold: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, help="Leave the loops at this exit probability; 1: run them all."
+        ),
+    ] = None,
+    loop_cache: Annotated[
+        str, typer.Option(help="own, or last: loops share the last one's keys, a T-th of them.")
+    ] = "own",
     fast: Annotated[
         bool, typer.Option("--fast", help="Static cache; on a GPU one CUDA graph a token.")
     ] = False,
@@ -184,7 +206,15 @@ def generate(
     from ltconvert import cli_generate
 
     settings = cli_generate.Sampling(
-        max_new_tokens, temperature, top_p, top_k, repetition_penalty, beams, seed
+        max_new_tokens,
+        temperature,
+        top_p,
+        top_k,
+        repetition_penalty,
+        beams,
+        seed,
+        exit_threshold,
+        loop_cache,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     asked = cli_generate.Prompt(text, chat or system is not None, system)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ltconvert.cli_session import Session
+    from ltconvert.convert.students.cache import LoopCache
     from ltconvert.convert.teachers.load import Teacher
 
     Continue = Callable[[Any], list[int]]  # a streamer or None -> new token ids
@@ -51,7 +52,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; temperature 0 takes the likeliest."""
+    """How the next token is chosen; temperature 0 takes the likeliest.
+
+    Attributes:
+        exit_threshold: loops end at this exit probability; None: all are run.
+        loop_cache: whose keys loops look at, see ``students/shared_cache.py``.
+    """
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -60,6 +66,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     beams: int = 1
     seed: int = 0
+    exit_threshold: float | None = None
+    loop_cache: str = "own"
 
     def options(self) -> dict[str, Any]:
         """Arguments of transformers' `generate`."""
@@ -68,6 +76,7 @@ class Sampling:
             "num_beams": self.beams,
             "repetition_penalty": self.repetition_penalty,
             "do_sample": self.temperature > 0,
+            "exit_threshold": self.exit_threshold,
         }
         if self.temperature > 0:
             options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
@@ -93,13 +102,15 @@ def run(
     if not session.json and sampling.beams == 1:
         streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
     input_ids = torch.tensor([ids], device=model.model.device)
-    go_on = (_fast if fast else _plain)(model, input_ids, sampling)
+    go_on, cache = (_fast if fast else _plain)(model, input_ids, sampling)
     began = time.perf_counter()
     new_ids = go_on(streamer)
     seconds = time.perf_counter() - began
     text = model.tokenizer.decode(new_ids, skip_special_tokens=True)
+    loops = cache.loops / cache.steps if cache.steps else None
     if session.json:
         facts = {"prompt_tokens": len(ids), "new_tokens": len(new_ids), "seconds": seconds}
+        facts |= {} if loops is None else {"loops": loops}
         output.print_json({"text": text, **facts})
         return
     if streamer is None:
@@ -107,11 +118,19 @@ def run(
     if session.verbose:
         speed = len(new_ids) / max(seconds, 1e-9)
         output.print_note(f"{len(new_ids)} tokens in {seconds:.1f} s, {speed:.1f} a second")
+        if loops is not None:
+            output.print_note(
+                f"{loops:.2f} of {model.spec.num_loops} loops a token behind the prompt"
+            )
 
 
-def _plain(model: Teacher, input_ids: Tensor, sampling: Sampling) -> Continue:
-    """transformers' own loop."""
+def _plain(model: Teacher, input_ids: Tensor, sampling: Sampling) -> tuple[Continue, LoopCache]:
+    """transformers' own loop, and the cache that it is going to fill."""
     import torch
+
+    from ltconvert.convert.students.lt2_model import CACHE_NAME
+
+    cache = model.model.new_cache(sampling.loop_cache)
 
     def go_on(streamer: Any) -> list[int]:
         torch.manual_seed(sampling.seed)
@@ -121,14 +140,15 @@ def _plain(model: Teacher, input_ids: Tensor, sampling: Sampling) -> Continue:
                 attention_mask=torch.ones_like(input_ids),
                 streamer=streamer,
                 pad_token_id=model.tokenizer.pad_token_id,
+                **{CACHE_NAME: cache},
                 **sampling.options(),
             )[0]
         return sequence[input_ids.shape[1] :].tolist()
 
-    return go_on
+    return go_on, cache
 
 
-def _fast(model: Teacher, input_ids: Tensor, sampling: Sampling) -> Continue:
+def _fast(model: Teacher, input_ids: Tensor, sampling: Sampling) -> tuple[Continue, LoopCache]:
     """A static cache, and on a GPU a CUDA graph, which is captured here."""
     from ltconvert.convert.decoding import Decoder
     from ltconvert.convert.sampling import Sampling as Choice
@@ -137,7 +157,13 @@ def _fast(model: Teacher, input_ids: Tensor, sampling: Sampling) -> Continue:
         sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty
     )
     new = sampling.max_new_tokens
-    decoder = Decoder(model.model, 1, input_ids.shape[1] + new)
+    decoder = Decoder(
+        model.model,
+        1,
+        input_ids.shape[1] + new,
+        exit_threshold=sampling.exit_threshold,
+        loop_cache=sampling.loop_cache,
+    )
     decoder.prepare(choice)
 
     def go_on(streamer: Any) -> list[int]:
@@ -154,7 +180,7 @@ def _fast(model: Teacher, input_ids: Tensor, sampling: Sampling) -> Continue:
             streamer.end()
         return found
 
-    return go_on
+    return go_on, decoder.cache
 
 
 def load(session: Session, reference: str) -> Teacher:

@@ -1,4 +1,4 @@
-"""The verbs that work on a recipe: distill, select-layers, plan. Called by cli.py, lazily."""
+"""The verbs that work on a recipe: distill, plan, and how all of them begin. Called by cli.py."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def distill(
     from ltconvert.distill.report import show_evaluation
 
     check_tasks(recipe.eval.tasks)  # a misspelt task should not come to light after the training
-    start = _begin(session, recipe, teacher_name, out, revision)
-    result = _pipeline(start)
+    start = begin(session, recipe, teacher_name, out, revision)
+    result = run_stages(start)
     start.log.close()
     if not is_main_process():
         return
@@ -50,34 +50,6 @@ def distill(
     output.print_line(show_evaluation(start.run_dir))
     output.print_line(f"student: {result.student_dir}")
     output.print_line(f"report: {start.run_dir / 'report.md'} and {start.run_dir / 'report.html'}")
-
-
-def select_layers(
-    session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
-) -> None:
-    """Align and select; prints the ranked table and the words that use it."""
-    from ltconvert.distill.processes import is_main_process
-    from ltconvert.distill.selection.render import render_selection
-    from ltconvert.distill.selection.result import Selection
-    from ltconvert.distill.stage import SELECTION_FILE
-
-    only = {
-        name: getattr(recipe, name).model_copy(update={"enabled": False})
-        for name in ("logits", "longctx")
-    }
-    recipe = recipe.model_copy(update=only)
-    start = _begin(session, recipe, teacher_name, out, revision)
-    _pipeline(start)
-    start.log.close()
-    if not is_main_process():
-        return
-    path = start.run_dir / "stages" / "select" / SELECTION_FILE
-    selection = Selection.load(path)
-    if session.json:
-        output.print_json(selection.to_dict() | {"path": path})
-        return
-    output.print_rich(render_selection(selection))
-    output.print_line(f"written: {path}")
 
 
 def plan(
@@ -118,7 +90,7 @@ class Start:
     precision: str
 
 
-def _begin(
+def begin(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
 ) -> Start:
     """Say what runs where and why, check that it fits, then load the teacher."""
@@ -202,7 +174,7 @@ def _check_out(run_dir: Path) -> None:
         )
 
 
-def _pipeline(start: Start) -> PipelineResult:
+def run_stages(start: Start) -> PipelineResult:
     """All stages that the recipe asks for and that are not finished."""
     from ltconvert.distill import pipeline
 

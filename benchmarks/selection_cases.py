@@ -26,6 +26,8 @@ from ltconvert.distill.shelf import Shelf
 from ltconvert.distill.stage import SELECTION_FILE, STUDENT_FOLDER
 from ltconvert.recipes.schema import Recipe
 
+EVERY_SHARE = ("uniform", "kl-gates")  # their order is another one for another number of layers
+
 
 @dataclass(frozen=True)
 class Study:
@@ -72,7 +74,7 @@ def measure(study: Study, method: str, share: float, largest: float) -> None:
     result = folder.with_name(f"{folder.name}.json")
     if not result.exists():
         _set_out(study.base, folder)
-        if share < largest and method != "uniform":
+        if share < largest and method not in EVERY_SHARE:
             _take_first(Selection.load(_choice(_folder(study, method, largest))), share, folder)
         name, _, direction = method.partition(":")
         select = {"method": name} | ({"direction": direction} if direction else {})
@@ -86,7 +88,7 @@ def measure(study: Study, method: str, share: float, largest: float) -> None:
         }
         found = {"method": method, "share": share, "layers": selection.chosen, "after": after}
         found |= {"order": selection.ranking, "cost": vars(selection.cost)}
-        write_json(result, found | {"chosen_for": share if method == "uniform" else largest})
+        write_json(result, found | {"chosen_for": share if method in EVERY_SHARE else largest})
     for heavy in (folder / STUDENT_FOLDER, folder / "stages" / "align" / STUDENT_FOLDER):
         shutil.rmtree(heavy, ignore_errors=True)
 

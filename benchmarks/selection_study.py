@@ -5,8 +5,8 @@
 
 The student is aligned once; every case (a method at a share of full layers) begins with hard links
 to it and goes through `select` and a small `logits`, the same rows in the same order. Measured are
-the KL on held-out text and the recall of a needle, after both. Methods give an order of all layers,
-so each is asked once, for the largest share; a smaller share takes the first of that order
+the KL on held-out text and the recall of a needle, after both. Most methods give an order of all
+layers and are asked once, for the largest share; a smaller share takes the first of that order
 (``selection_cases.first_of`` holds it to that). The same command goes on after it was killed, and
 does what further ``--methods`` and ``--shares`` ask for. ``OUT/study.json`` has everything.
 """
@@ -35,7 +35,7 @@ from ltconvert.distill.run_identity import RUN_FILE, check_same_run, recorded_pr
 from ltconvert.distill.selection.ranking import count_full_layers
 from ltconvert.errors import UserError
 
-METHODS = ("uniform", "kl", "kl-fast", "kl-greedy", "recall", "recall-greedy")
+METHODS = ("uniform", "kl", "kl-fast", "kl-greedy", "kl-gates", "recall", "recall-greedy")
 DIRECTIONS = ("kl-fast:remove", "kl-fast:restore", "kl-fast:both")  # kl-fast is the recipe's own
 # What selecting and scoring may take where the recipe is meant for whole conversions.
 SMALL = {

@@ -42,12 +42,14 @@ class Now(Place):
         used: by number of slots, how many are filled then, [B].
         outside: by window, whether a token of the row lies before it, [B].
         first: the slot of a cache that has one, [B].
+        kept: by layer, the projections of its last visit, [B, R]; None where nobody asks.
     """
 
     slots: dict[int, Tensor]
     used: dict[int, Tensor]
     outside: dict[int, Tensor]
     first: Tensor
+    kept: dict[LayerStep, Tensor] | None = None
 
 
 class LayerStep:
@@ -64,6 +66,8 @@ class LayerStep:
         """The residual stream [B, C] -> [B, C]."""
         layer = self.layer
         y_BR = decode_linear(h_BC, self.weight, self.bias, **norm_of(layer.pre_mixer_norm))
+        if now.kept is not None:
+            now.kept[self] = y_BR
         o_BM = self.mix(y_BR, cache_layer, now)
         h_BC = _add(o_BM, layer.mixer.o_proj, layer.post_mixer_norm, h_BC)
         activation = _ACTIVATIONS.get(layer.mixer.spec.hidden_act)
@@ -77,6 +81,10 @@ class LayerStep:
         """All projections of the token -> what the output projection reads, [B, M]."""
         raise NotImplementedError
 
+    def take_in(self, y_BR: Tensor, cache_layer: Any, now: Now) -> None:
+        """Put the projections of another visit into a cache, see ``students/exits.py``."""
+        raise NotImplementedError
+
 
 class AttentionStep(LayerStep):
     """Softmax attention over a slot's keys, full or a ring."""
@@ -84,7 +92,7 @@ class AttentionStep(LayerStep):
     def mix(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
         """See ``LayerStep``."""
         spec, width = self.layer.mixer.spec, sum(self.sizes[:3])
-        q_BHD = placed(y_BR[:, :width], self.layer.mixer, cache_layer, now, norms=True)
+        q_BHD = self._place(y_BR, cache_layer, now)
         o_BHD = decode_attention(
             q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots],
             scale=spec.attention_scale, soft_cap=spec.attention_softcap,
@@ -92,16 +100,32 @@ class AttentionStep(LayerStep):
         o_BM = o_BHD.flatten(1)
         return o_BM if len(self.sizes) == 3 else o_BM * (2.0 * torch.sigmoid(y_BR[:, width:]))
 
+    def take_in(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> None:
+        """See ``LayerStep``."""
+        self._place(y_BR, cache_layer, now)
+
+    def _place(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
+        width = sum(self.sizes[:3])
+        return placed(y_BR[:, :width], self.layer.mixer, cache_layer, now, norms=True)
+
 
 class LinearStep(LayerStep):
     """A recurrence, its convolution and its gated norm."""
 
     def mix(self, y_BR: Tensor, cache_layer: LinearAttentionLayer, now: Now) -> Tensor:
         """See ``LayerStep``."""
+        return self.mix_heads(*self.parts(y_BR, now), cache_layer, now).flatten(1)
+
+    def take_in(self, y_BR: Tensor, cache_layer: LinearAttentionLayer, now: Now) -> None:
+        """See ``LayerStep``; a recurrence reads no more than it writes."""
+        LinearStep.mix_heads(self, *self.parts(y_BR, now), cache_layer, now)
+
+    def parts(self, y_BR: Tensor, now: Now) -> tuple[Tensor, list[Tensor]]:
+        """q, k and v side by side [B, M], normed where the layer does, and the rest."""
         qkv_BM, *others = y_BR.split([sum(self.sizes[:3]), *self.sizes[3:]], dim=-1)
         if self.layer.mixer.spec.qk_norm is not None:
             qkv_BM = _normed_heads(qkv_BM, self.layer.mixer, now)
-        return self.mix_heads(qkv_BM, others, cache_layer, now).flatten(1)
+        return qkv_BM, others
 
     def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
         """q, k, v, and the other projections in their order -> outputs of the heads, [B, H, D]."""
@@ -112,6 +136,11 @@ class LinearStep(LayerStep):
 
 class WindowedGatedDeltaNetStep(LinearStep):
     """The recurrence and a ring of keys under one softmax."""
+
+    def take_in(self, y_BR: Tensor, cache_layer: Any, now: Now) -> None:
+        """See ``LayerStep``; both parts."""
+        super().take_in(y_BR, cache_layer, now)
+        placed(self.parts(y_BR, now)[0], self.layer.mixer, cache_layer, now, norms=False)
 
     def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
         """See ``LinearStep``."""

@@ -32,19 +32,15 @@ class SparseAttentionStep(LayerStep):
     def mix(self, y_BR: Tensor, cache_layer: StaticIndexedKeys, now: Now) -> Tensor:
         """See ``LayerStep``."""
         mixer: Any = self.layer.mixer
-        qkv_BM, *index = y_BR.split([sum(self.sizes[:3]), *self.sizes[3:]], dim=-1)
-        q_BHD = placed(qkv_BM, mixer, cache_layer, now, norms=True)
+        q_BHD, index_q_BID, weight_BI = self._place(y_BR, cache_layer, now)
         used_B = now.used[cache_layer.slots]
         k_BGSD, v_BGSD = cache_layer.keys, cache_layer.values
-        index_q_BID, index_k_BD = self._index(mixer, index[0], index[1], now)
-        at_B1 = now.slots[cache_layer.slots].long()[:, None]
-        keys_BSD = cache_layer.indexer_keys[:, 0]
-        keys_BSD.scatter_(1, at_B1[..., None].expand(-1, 1, keys_BSD.shape[-1]), index_k_BD)
         count = min(mixer.top_k, mixer.window or mixer.top_k)
         if cache_layer.slots > count:
             chosen_BK = decode_topk(
-                index_q_BID, keys_BSD, mixer.scaled(index[2]), mixer.top_k, used_B, mixer.window
-            )
+                index_q_BID, cache_layer.indexer_keys[:, 0], mixer.scaled(weight_BI), mixer.top_k,
+                used_B, mixer.window,
+            )  # fmt: skip
             k_BGSD, v_BGSD = (gathered(x, chosen_BK[:, None]) for x in (k_BGSD, v_BGSD))
             used_B = used_B.clamp(max=count)
         o_BHD = decode_attention(
@@ -52,6 +48,23 @@ class SparseAttentionStep(LayerStep):
             scale=mixer.spec.attention_scale, soft_cap=mixer.spec.attention_softcap,
         )  # fmt: skip
         return o_BHD.flatten(1)
+
+    def take_in(self, y_BR: Tensor, cache_layer: StaticIndexedKeys, now: Now) -> None:
+        """See ``LayerStep``."""
+        self._place(y_BR, cache_layer, now)
+
+    def _place(
+        self, y_BR: Tensor, cache_layer: StaticIndexedKeys, now: Now
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, the indexer's, and its weights; keys, values and the indexer's key are kept."""
+        mixer: Any = self.layer.mixer
+        qkv_BM, *index = y_BR.split([sum(self.sizes[:3]), *self.sizes[3:]], dim=-1)
+        q_BHD = placed(qkv_BM, mixer, cache_layer, now, norms=True)
+        index_q_BID, index_k_BD = self._index(mixer, index[0], index[1], now)
+        at_B1 = now.slots[cache_layer.slots].long()[:, None]
+        keys_BSD = cache_layer.indexer_keys[:, 0]
+        keys_BSD.scatter_(1, at_B1[..., None].expand(-1, 1, keys_BSD.shape[-1]), index_k_BD)
+        return q_BHD, index_q_BID, index[2]
 
     @staticmethod
     def _index(
@@ -73,10 +86,9 @@ class BlockSparseAttentionStep(LayerStep):
         """See ``LayerStep``."""
         mixer: Any = self.layer.mixer
         spec = mixer.spec
-        qkv_BM, gates_BX = y_BR.split([sum(self.sizes[:3]), self.sizes[3]], dim=-1)
-        q_BHD = placed(qkv_BM, mixer, cache_layer, now, norms=True)
+        gates_BX = y_BR[:, sum(self.sizes[:3]) :]
+        q_BHD, block_k_BGMD, block_v_BGMD = self._place(y_BR, cache_layer, now)
         column_B = now.slots[cache_layer.slots].long()
-        block_k_BGMD, block_v_BGMD = self._blocks(mixer, cache_layer, column_B)
         if cache_layer.slots <= mixer.local:
             o_BHD = decode_attention(
                 q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots],
@@ -98,6 +110,20 @@ class BlockSparseAttentionStep(LayerStep):
         ]
         gates_BH = mixer.log_gates(gates_BX[:, None])[..., 0]
         return self._attend(q_BHD, parts, gates_BH).flatten(1)
+
+    def take_in(self, y_BR: Tensor, cache_layer: StaticBlockKeys, now: Now) -> None:
+        """See ``LayerStep``."""
+        self._place(y_BR, cache_layer, now)
+
+    def _place(
+        self, y_BR: Tensor, cache_layer: StaticBlockKeys, now: Now
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and keys and values of all blocks; the token's own are kept."""
+        mixer: Any = self.layer.mixer
+        qkv_BM = y_BR[:, : sum(self.sizes[:3])]
+        q_BHD = placed(qkv_BM, mixer, cache_layer, now, norms=True)
+        column_B = now.slots[cache_layer.slots].long()
+        return q_BHD, *self._blocks(mixer, cache_layer, column_B)
 
     @staticmethod
     def _blocks(mixer: Any, cache: StaticBlockKeys, column_B: Tensor) -> tuple[Tensor, Tensor]:

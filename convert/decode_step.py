@@ -1,4 +1,4 @@
-"""One token of a whole model over a static cache, all loops; a CUDA graph can hold it.
+"""One token of a whole model over a static cache; with all its loops a CUDA graph can hold it.
 
 B rows, C hidden width, D head width, V vocabulary.
 """
@@ -26,6 +26,8 @@ from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
 from ltconvert.convert.mixers.linear import LinearMixer
 from ltconvert.convert.mixers.nsa import BlockSparseAttention
 from ltconvert.convert.students.blocks import DecoderLayer
+from ltconvert.convert.students.exits import Leaving, core_layers, leaving
+from ltconvert.convert.students.loop import Step as Visit
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.merge import in_loop
 from ltconvert.convert.students.static_cache import StaticCache
@@ -39,12 +41,20 @@ EARLY_ROWS = 1  # more rows are slower for it: what waits keeps its place on the
 class Step:
     """The whole model: token ids [B] -> logits [B, V]; the cache takes the token in.
 
+    Args:
+        exit_threshold: leave the loops early, as ``LT2Model.forward`` does; the host then waits for
+            the gate after every loop. None computes all.
+
     Raises:
-        ValueError: a mixer that has no one-token form.
+        ValueError: a mixer that has no one-token form, or a threshold without an exit gate.
     """
 
-    def __init__(self, model: LT2ForCausalLM, cache: StaticCache) -> None:
+    def __init__(
+        self, model: LT2ForCausalLM, cache: StaticCache, exit_threshold: float | None = None
+    ) -> None:
         self.model, self.cache = model, cache
+        self.exits = leaving(model.model, exit_threshold) is not None
+        self.exit_threshold = exit_threshold
         self.layers = _layer_steps(model)
         kinds = [layer for layer in cache.layers if isinstance(layer, StaticKeys)]
         self.sizes = sorted({layer.slots for layer in kinds})
@@ -53,29 +63,53 @@ class Step:
 
     def __call__(self, token_B: Tensor) -> Tensor:
         """One token a row at the position that its length says; lengths grow by one."""
-        with overlapping() if token_B.shape[0] <= EARLY_ROWS else nullcontext():
+        early = token_B.shape[0] <= EARLY_ROWS and not self.exits
+        with overlapping() if early else nullcontext():
             return self._step(token_B)
 
     def _step(self, token_B: Tensor) -> Tensor:
-        decoder, last = self.model.model, self.model.model.schedule[-1]
-        now = self._now()
+        decoder, core = self.model.model, core_layers(self.model.model)
+        leaves, left = leaving(decoder, self.exit_threshold), False
+        kept: dict[LayerStep, Tensor] = {}
+        seen: dict[int, LayerStep] = {}  # by physical layer, the step of its last visit
+        now = self._now(kept if self.exits else None)
         # Behind `now`: what is launched here ends what kernels of the layers may not wait for.
         h_BC = loop_in_BC = decoder.embed(token_B)
         for visit in decoder.schedule:
+            layer, cache_layer = self.layers[visit.slot], self.cache.layers[visit.slot]
+            if left and visit.layer in core:
+                layer = seen[visit.layer]
+                layer.take_in(kept[layer], cache_layer, now)
+                continue
             if visit.opens_loop:
                 loop_in_BC = h_BC
-            h_BC = self.layers[visit.slot](h_BC, self.cache.layers[visit.slot], now)
+            h_BC, seen[visit.layer] = layer(h_BC, cache_layer, now), layer
             if visit.closes_loop and decoder.loop_residual is not None:
                 h_BC = h_BC + decoder.loop_residual[visit.loop].to(h_BC.dtype) * loop_in_BC
-            # The norm at the very end is part of the head's product.
-            if visit.closes_loop and decoder.spec.loop_norm == "every" and visit is not last:
-                h_BC = normed(h_BC, decoder.norm)
+            if visit.closes_loop:
+                h_BC, left = self._close(visit, h_BC, leaves)
         self.cache.lengths_B += 1
         logits_BV = decode_linear(h_BC, self.model.head_weight, **norm_of(decoder.norm))
         cap = self.model.config.final_softcap
         return logits_BV if cap is None else cap * torch.tanh(logits_BV / cap)
 
-    def _now(self) -> Now:
+    def _close(self, visit: Visit, h_BC: Tensor, leaves: Leaving | None) -> tuple[Tensor, bool]:
+        """The stream behind a loop, normed where the family does so, and whether it was the last.
+
+        The norm at the very end is part of the head's product.
+        """
+        decoder, last = self.model.model, self.model.model.schedule[-1]
+        every = decoder.spec.loop_norm == "every"
+        at_end = visit.loop == last.loop
+        next_BC = normed(h_BC, decoder.norm) if every and visit is not last else h_BC
+        left = at_end
+        if leaves is not None and not at_end:
+            left = leaves.after(next_BC if every else normed(h_BC, decoder.norm))
+        if leaves is not None and left:
+            self.cache.count_loops(visit.loop + 1)
+        return (h_BC if left and last.closes_loop else next_BC), left
+
+    def _now(self, kept: dict[LayerStep, Tensor] | None) -> Now:
         lengths_B = self.cache.lengths_B
         ropes = self.model.model._ropes.items()
         tables = {name: rope(lengths_B[:, None]) for name, rope in ropes}
@@ -86,6 +120,7 @@ class Step:
             used={size: (lengths_B + 1).clamp(max=size) for size in self.sizes},
             outside={window: lengths_B >= window for window in self.windows},
             first=torch.zeros_like(lengths_B),
+            kept=kept,
         )
 
 

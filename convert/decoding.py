@@ -36,7 +36,15 @@ class Decoder:
         prefill_tokens: the prompt is read in chunks of so many.
         block_tokens: new tokens come, and stop tokens are looked for, in blocks of so many. The
             next block is on its way by then, so that nothing waits.
-        graph: replay a CUDA graph; by default where the model is on a GPU.
+        graph: replay a CUDA graph; by default where the model is on a GPU and all loops are run.
+        exit_threshold: loops end for a token once the exit probabilities of all rows, those that
+            have ended included, add up to it; None: never. ``cache.steps`` and ``cache.loops``
+            then count the tokens of a call and the loops that they took.
+        loop_cache: ``last``: full layers keep the keys of their last loop alone, in 1/loops of the
+            memory (``students/shared_cache.py``); prompts are then read in one pass.
+
+    Raises:
+        ValueError: a threshold without an exit gate, or with a graph, which cannot branch.
     """
 
     def __init__(
@@ -48,12 +56,22 @@ class Decoder:
         prefill_tokens: int = 2048,
         block_tokens: int = 8,
         graph: bool | None = None,
+        exit_threshold: float | None = None,
+        loop_cache: str | None = None,
     ) -> None:
         self.model, self.batch, self.max_length = model, batch, max_length
-        self.prefill_tokens, self.block_tokens = prefill_tokens, block_tokens
-        self.graph = model.device.type == "cuda" if graph is None else graph
-        self.cache = StaticCache.for_model(model, batch, max_length)
-        self.step = Step(model, self.cache)
+        # A second chunk would look at the last loop's keys of the first one.
+        one_pass = loop_cache == "last"
+        self.prefill_tokens = max_length if one_pass else prefill_tokens
+        self.block_tokens = block_tokens
+        self.cache = StaticCache.for_model(model, batch, max_length, loop_cache)
+        self.step = Step(model, self.cache, exit_threshold)
+        if graph and self.step.exits:
+            raise ValueError(
+                f"a CUDA graph cannot branch: with exit_threshold {exit_threshold} leave out graph"
+            )
+        on_gpu = model.device.type == "cuda" and not self.step.exits
+        self.graph = on_gpu if graph is None else graph
         self.generator = torch.Generator(model.device)
         with torch.inference_mode(False):
             self.token_B = torch.zeros(batch, dtype=torch.int64, device=model.device)

@@ -6,6 +6,7 @@ Parts, each written when it is done and not measured again as long as nothing it
 - ``recall``: a hidden number by length and depth, see ``ltconvert.distill.evaluation.recall``
 - ``generation``: greedy continuations against the teacher's
 - ``decode``: time of a token and bytes of the cache by context
+- ``loops``: where asked for, ways to decode a looped model that do with less
 - ``tasks``: lm-eval
 """
 
@@ -100,6 +101,9 @@ def _check(job: Evaluation, parts: Sequence[str]) -> None:
     if "recall" in parts:
         for kind, length in itertools.product(KINDS, job.settings.recall_lengths_tokens):
             retrieval_examples(job.tokenizer, length, 1, job.seed, kind)
+    if "loops" in parts:
+        for way, model in itertools.product(job.ways(), job.models.values()):
+            way.check(model)
     if "tasks" in parts:
         with quiet():
             check_tasks(job.settings.tasks, job.include_path)

@@ -82,6 +82,7 @@ class Pipeline:
     lineage: Lineage
     log: RunLog
     device: torch.device
+    before: str | None = None  # the stage that it ends at, without running it
     _heldout: list[Batch] | None = None
 
     @property
@@ -99,10 +100,16 @@ class Pipeline:
         """How far each stage is."""
         return self.lineage.records
 
+    @property
+    def stages(self) -> list[str]:
+        """Those that are to run, in order."""
+        stages = self.recipe.stages
+        return stages if self.before is None else stages[: stages.index(self.before)]
+
     def run(self) -> PipelineResult:
         """All stages that are not finished; then the student is saved and the table is shown."""
         student = None if self.records[START].finished else self._start()
-        for stage in self.recipe.stages:
+        for stage in self.stages:
             if self.records[stage].finished:
                 self.log.say(f"{stage}: finished before, skipped")
                 self.shelf.clear_checkpoints(stage)
@@ -111,13 +118,26 @@ class Pipeline:
                 if self.lineage.converts(stage):
                     student = None  # it was the origin, unconverted
                 student = self._run_stage(stage, student or self.lineage.student_before(stage))
-        last = [START, *self.recipe.stages][-1]
+        last = [START, *self.stages][-1]
         student = student or self.lineage.student_after(last)
         self._keep_final(last, student)
-        rows = [summary.row(record) for record in self.records.values()]
+        rows = [summary.row(self.records[name]) for name in (START, *self.stages)]
         summary.show(self.log, rows)
         kept = [i for i in range(len(student.model.layers)) if not is_converted(student, i)]
         return PipelineResult(student, self.shelf.final, rows, kept, self.lineage.precision)
+
+    def inputs(self, stage: str, student: LT2ForCausalLM) -> StageInputs:
+        """What a stage reads, the student that it starts from among it."""
+        return StageInputs(
+            teacher=self.lineage.teacher_of(stage),
+            recipe=self.recipe,
+            student=student,
+            tokenizer=self.lineage.teacher.tokenizer,
+            log=self.log,
+            precision=self.lineage.precision,
+            device=self.device,
+            seed=self.recipe.seed + 1 + _SEEDS.index(stage),
+        )
 
     def _start(self) -> LT2ForCausalLM:
         """Score the student as it comes from the teacher's weights."""
@@ -133,16 +153,7 @@ class Pipeline:
         if is_main_process():
             record.write(folder)
         began = time.perf_counter()
-        inputs = StageInputs(
-            teacher=self.lineage.teacher_of(stage),
-            recipe=self.recipe,
-            student=student,
-            tokenizer=self.lineage.teacher.tokenizer,
-            log=self.log,
-            precision=self.lineage.precision,
-            device=self.device,
-            seed=self.recipe.seed + 1 + _SEEDS.index(stage),
-        )
+        inputs = self.inputs(stage, student)
         result = RUN_STAGE[stage](getattr(self.recipe, stage), inputs, folder)
         del inputs, student
         if stage == "select":
@@ -191,7 +202,7 @@ class Pipeline:
         if is_main_process() and self.shelf.final_hash() not in wanted:
             self.shelf.save_final(student, self.lineage.provenance(last))
         wait_for_everyone()
-        self.shelf.drop(self.recipe.stages)
+        self.shelf.drop(self.stages)
 
 
 def run(
@@ -216,6 +227,45 @@ def run(
             the teacher has no tokenizer or is a student; or a stage finds a mistake.
     """
     run_dir = Path(run_dir)
+    with clear_disk_errors(run_dir):
+        return _opened(recipe, teacher, run_dir, log, device, precision).run()
+
+
+def inputs_of(
+    stage: str,
+    recipe: Recipe,
+    teacher: Teacher,
+    run_dir: Path | str,
+    log: RunLog,
+    *,
+    device: torch.device | str | None = None,
+    precision: str = "auto",
+) -> StageInputs:
+    """What a stage of a run would read: the stages before it run, or are found finished.
+
+    Args:
+        stage: one of the recipe's.
+
+    Raises:
+        UserError: as ``run``.
+    """
+    run_dir = Path(run_dir)
+    with clear_disk_errors(run_dir):
+        pipeline = _opened(recipe, teacher, run_dir, log, device, precision)
+        pipeline.before = stage
+        pipeline.run()
+        return pipeline.inputs(stage, pipeline.lineage.student_before(stage))
+
+
+def _opened(
+    recipe: Recipe,
+    teacher: Teacher,
+    run_dir: Path,
+    log: RunLog,
+    device: torch.device | str | None,
+    precision: str,
+) -> Pipeline:
+    """The run in a folder, once it is known to be the same one."""
     device = torch.device(device) if device is not None else teacher.model.device
     if teacher.tokenizer is None:
         raise UserError(f"teacher {teacher.name} has no tokenizer; text cannot be tokenised")
@@ -226,13 +276,11 @@ def run(
             "has full attention everywhere: give the model that it was made from"
         )
     join_processes(device)
-    with clear_disk_errors(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if precision == "auto":
-            precision = recorded_precision(run_dir) or pick_precision(device)[0]
-        shelf = Shelf(run_dir, teacher.tokenizer, device)
-        lineage = Lineage(recipe, teacher, shelf, precision)
-        lineage.check()
-        if is_main_process():
-            write_whole(run_dir / RECIPE_FILE, recipes.dump(recipe))
-        return Pipeline(lineage, log, device).run()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if precision == "auto":
+        precision = recorded_precision(run_dir) or pick_precision(device)[0]
+    lineage = Lineage(recipe, teacher, Shelf(run_dir, teacher.tokenizer, device), precision)
+    lineage.check()
+    if is_main_process():
+        write_whole(run_dir / RECIPE_FILE, recipes.dump(recipe))
+    return Pipeline(lineage, log, device)

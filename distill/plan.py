@@ -162,6 +162,8 @@ def _row(
     }.get(stage, models.hybrid.parameters)
     if stage == "select" and recipe.select.method == "kl" and work.steps:
         trained = models.linear.parameters
+    if stage == "select" and recipe.select.method == "kl-gates" and work.steps:
+        trained = models.spec.num_layers
     return StagePlan(
         stage=stage,
         tokens=work.tokens,

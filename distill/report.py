@@ -61,6 +61,7 @@ def all_sections(run: RunFolder) -> list[Section]:
         evaluation_sections.heldout(run),
         evaluation_sections.generation(run),
         evaluation_sections.decode(run),
+        *([evaluation_sections.loops(run)] if run.part("loops") else []),
         run_sections.layers(run),
         run_sections.selection(run),
         run_sections.training(run),
@@ -137,7 +138,7 @@ def show_evaluation(run_dir: Path | str) -> str:
 
 
 def _evaluation_tables(run: RunFolder) -> Iterator[tuple[Section, Any]]:
-    for make in ("heldout", "recall", "generation", "decode", "tasks"):
+    for make in ("heldout", "recall", "generation", "decode", "loops", "tasks"):
         section = getattr(evaluation_sections, make)(run)
         for table in section.tables[:1]:
             yield section, table

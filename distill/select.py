@@ -16,9 +16,15 @@ import torch
 from ltconvert.distill.data import Batch, PackedStream
 from ltconvert.distill.logits import frozen_copy
 from ltconvert.distill.processes import is_main_process, wait_for_everyone
-from ltconvert.distill.selection import kl_fast, kl_greedy, kl_trained, recall
+from ltconvert.distill.selection import kl_fast, kl_gates, kl_greedy, kl_trained, recall
 from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.distill.selection.partial import Progress
+from ltconvert.distill.selection.per_loop import (
+    PER_LOOP_FILE,
+    PER_LOOP_FOLDER,
+    VisitScores,
+    rank_visits,
+)
 from ltconvert.distill.selection.probe import Probe
 from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
 from ltconvert.distill.selection.render import render_selection
@@ -34,6 +40,7 @@ METHODS: dict[str, Callable[[Probe], Scores]] = {
     "kl": kl_trained.rank,
     "kl-fast": kl_fast.rank,
     "kl-greedy": kl_greedy.rank,
+    "kl-gates": kl_gates.rank,
     "recall": recall.rank,
     "recall-greedy": kl_greedy.rank,
 }
@@ -129,6 +136,29 @@ def without_scores(
     return None
 
 
+def per_loop(inputs: StageInputs, run_dir: Path) -> VisitScores:
+    """Score every visit of a looped layer and write ``per_loop/per_loop.json``; resumes by itself.
+
+    Args:
+        inputs: as those of the stage, the student with all layers linear.
+
+    Raises:
+        UserError: the student does not loop.
+    """
+    loops = inputs.student.config.num_loops
+    if loops == 1:
+        raise UserError("the student has one loop, so there is nothing to compare by loop")
+    settings = inputs.recipe.select.model_copy(update={"method": "kl-fast"})
+    num_layers = inputs.teacher.spec.num_layers
+    keep = count_full_layers(inputs.recipe.student.full(num_layers), num_layers)
+    folder = run_dir / PER_LOOP_FOLDER
+    probe = make_probe(settings, inputs, folder, keep)
+    scores = rank_visits(probe)
+    if is_main_process():
+        scores.save(folder / PER_LOOP_FILE)
+    return scores
+
+
 def make_probe(settings: SelectSettings, inputs: StageInputs, stage_dir: Path, keep: int) -> Probe:
     """What the method works with."""
     teacher, student = inputs.teacher.model, inputs.student
@@ -153,7 +183,7 @@ def read_batches(settings: SelectSettings, inputs: StageInputs) -> list[Batch]:
 
     The same in every call and every process.
     """
-    if settings.method == "recall":
+    if settings.method in ("recall", "kl-gates"):
         return []
     if settings.method == "recall-greedy":
         examples = recall.draw(settings, inputs.tokenizer, inputs.seed)

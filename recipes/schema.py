@@ -7,7 +7,7 @@ unit in their names. Unknown keys are errors.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
@@ -16,7 +16,9 @@ CompileSetting = Literal["auto", "off", "layers"]
 Mixer = Literal[
     "gdn", "gdn_window", "kda", "deltanet", "mamba2", "retnet", "dsa", "nsa", "window", "full"
 ]
-Method = Literal["kl", "kl-fast", "kl-greedy", "recall", "recall-greedy", "uniform", "list"]
+Method = Literal[
+    "kl", "kl-fast", "kl-greedy", "kl-gates", "recall", "recall-greedy", "uniform", "list"
+]
 
 
 class Settings(BaseModel):
@@ -283,7 +285,9 @@ class SelectSettings(Settings):
     )
     seq_len_tokens: int = Field(512, gt=0, description="length of a row")
     train_tokens: int = Field(
-        2_000_000, gt=0, description="kl: tokens of short distillation a layer"
+        2_000_000,
+        gt=0,
+        description="kl: tokens of short distillation a layer; kl-gates: in all",
     )
     recall_examples: int = Field(
         64, gt=0, description="recall, recall-greedy: synthetic retrieval examples"
@@ -350,6 +354,13 @@ class EvalSettings(Settings):
     generation_tokens: int = Field(48, gt=0, description="new tokens a prompt")
     decode_contexts_tokens: list[PositiveInt] = Field(
         [1024, 4096], description="contexts at which decode speed and cache size are measured"
+    )
+    loop_cache: Literal["own", "last"] = Field(
+        "own",
+        description="looped models: `last` also measures decoding in which loops share keys",
+    )
+    exit_thresholds: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        [], description="looped models: also measure decoding that leaves loops at these"
     )
     tasks: list[str] = Field(["ltconvert_offline"], description="lm-eval task names")
     task_limit: int | None = Field(None, gt=0, description="documents a task")

@@ -49,3 +49,36 @@ def test_fast_sampling_follows_its_seed(student: str, capsys: pytest.CaptureFixt
 def test_beams_are_refused(student: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(app, ["generate", student, "-p", "x", "--fast", "--beams", "2"]) == 2
     assert "leave out --fast or --beams" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fast", [[], ["--fast"]], ids=str)
+def test_exit_thresholds(fast: list[str], student: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def found(*more: str) -> dict[str, Any]:
+        return json.loads(text(capsys, student, *fast, "--json", *more))
+
+    plain, never = found(), found("--exit-threshold", "1")
+    assert plain["text"] == never["text"]
+    assert "loops" not in plain
+    assert found("--exit-threshold", "0")["loops"] == 1
+    assert run(app, ["generate", student, "-p", "x", *fast, "--exit-threshold", "1.5"]) == 2
+
+
+def test_a_model_without_a_gate_says_so(
+    tmp_path: Path, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_student(
+        tiny_model(tiny_spec("llama", vocab_size=VOCAB)), tiny_tokenizer, tmp_path / "m", {}
+    )
+    assert run(app, ["generate", str(tmp_path / "m"), "-p", "x", "--exit-threshold", "0.5"]) == 2
+    assert "has no exit gate; leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fast", [[], ["--fast"]], ids=str)
+def test_loops_can_share_the_last_ones_keys(
+    fast: list[str], student: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = text(capsys, student, *fast, "--loop-cache", "last")
+    assert shared == text(capsys, student, "--loop-cache", "last")
+    assert shared != text(capsys, student, "--loop-cache", "own") == text(capsys, student)
+    assert run(app, ["generate", student, "-p", "x", *fast, "--loop-cache", "first"]) == 2
+    assert "choose one of own, last" in capsys.readouterr().err

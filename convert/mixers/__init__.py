@@ -2,6 +2,8 @@
 
 A mixer is a module with ``forward(x_BTC, context, cache_layer) -> y_BTC`` (after the pre norm, up
 to and including the output projection), ``kind``, and ``inherit(teacher tensors) -> own tensors``.
+``take_in(kept, context, cache_layer)`` puts what ``forward`` last gave to ``context.keep`` into the
+cache of another visit, as if that visit had read the same input, and computes nothing else.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ B rows, T new tokens, S keys, C hidden width, H query heads, G key/value heads, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -133,6 +134,7 @@ class Attention(Projections):
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC, context.loop))
         q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, self.rope_name)
+        context.keep(self, (k_BGSD, v_BGSD))
         if cache_layer is not None:
             k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
         o_BHTD = self.attend(q_BHTD, k_BGSD, v_BGSD, context)
@@ -140,6 +142,12 @@ class Attention(Projections):
         if hasattr(self, "gate_proj"):
             o_BTM = o_BTM * (2.0 * torch.sigmoid(self.gate_proj(x_BTC)))
         return self.o_proj(o_BTM, context.loop)
+
+    def take_in(
+        self, kept: Sequence[Tensor], context: SequenceContext, cache_layer: CacheLayerMixin
+    ) -> None:
+        """Put the keys and values of another visit of this layer into ``cache_layer``."""
+        cache_layer.update(*kept)
 
     def attend(
         self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, context: SequenceContext

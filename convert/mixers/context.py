@@ -5,12 +5,12 @@ Shape letters: B rows, T new tokens, S cached and new tokens together, D head wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -27,6 +27,7 @@ class SequenceContext:
         keep_BS: False at padding, over cached and new tokens; None when nothing is padding.
         keep_BT: the same over the new tokens alone; None when none of them is padding.
         segment_ids_BT: the document of each new token; None when a row is one document.
+        kept: by mixer, what its last visit took into its cache; None where nobody asks.
         loop: whose tensors a layer uses where loops have some of their own.
     """
 
@@ -39,12 +40,18 @@ class SequenceContext:
     segment_ids_BT: Tensor | None = None
     loop: int = 0
     learns_choice: bool = False  # mixers that choose keys give the loss that teaches them
+    kept: dict[nn.Module, Sequence[Tensor]] | None = None
     _made: dict[Hashable, Any] = field(default_factory=dict)
     _block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
 
     def at(self, loop: int) -> SequenceContext:
         """The same pass in another loop; masks are made once for all."""
         return self if loop == self.loop else replace(self, loop=loop)
+
+    def keep(self, mixer: nn.Module, taken_in: Sequence[Tensor]) -> None:
+        """Note what ``mixer.take_in`` can put into the cache of another visit."""
+        if self.kept is not None:
+            self.kept[mixer] = taken_in
 
     def prepare(self, windows: Iterable[int | None]) -> None:
         """Make the masks of a pass without a cache, before compiled layers read them."""

@@ -6,6 +6,7 @@ I index heads, W words of 32 bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -62,6 +63,12 @@ class SparseAttention(Attention):
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         return self._run(x_BTC, context, cache_layer, None)[0]
 
+    def take_in(self, kept: Sequence[Tensor], context: SequenceContext, cache_layer: Any) -> None:
+        """Put the keys and values of another visit into ``cache_layer``, the indexer's too."""
+        k_BGTD, v_BGTD, index_k_BTD = kept
+        cache_layer.update(k_BGTD, v_BGTD)
+        cache_layer.update_indexer(index_k_BTD)
+
     def aligned_parameters(self) -> list[nn.Parameter]:
         """The indexer: the rest is the teacher's and right."""
         return [parameter for name, parameter in self.named_parameters() if "index_" in name]
@@ -82,6 +89,7 @@ class SparseAttention(Attention):
         q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC, context.loop))
         q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, self.rope_name)
         index = self.index(x_BTC.detach(), context)
+        context.keep(self, (k_BGSD, v_BGSD, index.k_BTD))
         if cache_layer is not None:
             k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
             index = index._replace(k_BTD=cache_layer.update_indexer(index.k_BTD))

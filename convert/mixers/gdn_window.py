@@ -72,6 +72,7 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         *heads, rest_BTH = project_together(x_BTC, self.b_proj, self.a_proj, self.rest_proj)
         projected = [*self.project(x_BTC, context.loop), *heads, self.gate_proj(x_BTC)]
+        context.keep(self, projected)
         linear_BTHD = self.mix(projected, context, cache_layer)
         linear_BTHD = linear_BTHD.unflatten(-1, (self.num_heads, self.head_dim))
         local_BTHD, log_sum_BTH = self._look_around(projected, context, cache_layer)
@@ -81,6 +82,29 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
         o_BTHD = share_BTH1 * local_BTHD + (1.0 - share_BTH1) * linear_BTHD
         return self.o_proj(o_BTHD.flatten(2).to(x_BTC.dtype), context.loop)
 
+    def take_in(
+        self,
+        kept: Sequence[Tensor],
+        context: SequenceContext,
+        cache_layer: LinearAttentionCacheLayerMixin,
+    ) -> None:
+        """Both parts: state and window."""
+        super().take_in(kept, context, cache_layer)
+        self._placed(kept, context, cache_layer)
+
+    def _placed(
+        self,
+        projected: Sequence[Tensor],
+        context: SequenceContext,
+        cache_layer: LinearAttentionCacheLayerMixin | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, T, D], keys and values with the cached ones [B, H, S, D]."""
+        q_BHTD, k_BHSD, v_BHSD = (y.transpose(1, 2) for y in projected[:3])
+        q_BHTD, k_BHSD = rotated(q_BHTD, k_BHSD, context.rope, self.rope_name)
+        if cache_layer is not None:
+            k_BHSD, v_BHSD = cast(CacheLayerMixin, cache_layer).update(k_BHSD, v_BHSD)
+        return q_BHTD, k_BHSD, v_BHSD
+
     def _look_around(
         self,
         projected: Sequence[Tensor],
@@ -88,12 +112,8 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
         cache_layer: LinearAttentionCacheLayerMixin | None,
     ) -> tuple[Tensor, Tensor]:
         """The window's outputs [B, T, H, D] and the log of its summed weights [B, T, H]."""
-        q, k, v = projected[:3]
-        q_BHTD, k_BHSD = (y.transpose(1, 2) for y in (q, k))
-        q_BHTD, k_BHSD = rotated(q_BHTD, k_BHSD, context.rope, self.rope_name)
-        v_BHSD, keep_BS = v.transpose(1, 2), context.keep_BS
-        if cache_layer is not None:
-            k_BHSD, v_BHSD = cast(CacheLayerMixin, cache_layer).update(k_BHSD, v_BHSD)
+        q_BHTD, k_BHSD, v_BHSD = self._placed(projected, context, cache_layer)
+        keep_BS = context.keep_BS
         return window_attention(
             *(y.transpose(1, 2) for y in (q_BHTD, k_BHSD, v_BHSD)),
             window=self.window,

@@ -105,8 +105,18 @@ class LinearMixer(Projections):
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         rates = project_together(x_BTC, *(getattr(self, name) for name in self.RATES))
         projected = [*self.project(x_BTC, context.loop), *rates, self.gate_proj(x_BTC)]
+        context.keep(self, projected)
         o_BTM = self.mix(projected, context, cache_layer).to(x_BTC.dtype)
         return self.o_proj(o_BTM, context.loop)
+
+    def take_in(
+        self,
+        kept: Sequence[Tensor],
+        context: SequenceContext,
+        cache_layer: LinearAttentionCacheLayerMixin,
+    ) -> None:
+        """Update the state in ``cache_layer`` with what another visit of this layer projected."""
+        self.mix(kept, context, cache_layer)
 
     def mix(
         self,

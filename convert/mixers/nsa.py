@@ -7,6 +7,7 @@ M blocks of L tokens, n blocks that are compressed.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +74,7 @@ class BlockSparseAttention(Attention):
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
         q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC, context.loop))
         q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, self.rope_name)
+        context.keep(self, (k_BGSD, v_BGSD))
         if cache_layer is not None:
             k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
         keys = k_BGSD.shape[2]
@@ -87,6 +89,11 @@ class BlockSparseAttention(Attention):
             gates_BHT = self.log_gates(self.branch_proj(x_BTC))
             o_BHTD = self._mix(q_BHTD, k_BGSD, v_BGSD, compressed, blocks, gates_BHT, context)
         return self.o_proj(o_BHTD.transpose(1, 2).flatten(2), context.loop)
+
+    def take_in(self, kept: Sequence[Tensor], context: SequenceContext, cache_layer: Any) -> None:
+        """Put the keys and values of another visit into ``cache_layer``, and the block they end."""
+        k_BGSD, v_BGSD = cache_layer.update(*kept)
+        self._compress_new(k_BGSD, v_BGSD, context, cache_layer)
 
     @staticmethod
     def log_gates(gates: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 
 from ltconvert.convert.students.block_cache import DynamicBlockLayer
 from ltconvert.convert.students.lt2_config import BLOCKS_TYPE, INDEXED_TYPE
+from ltconvert.convert.students.shared_cache import share
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
 
@@ -27,16 +28,28 @@ class LoopCache(Cache):
 
     It counts its tokens itself, since a model whose layers are all linear has no layer that does.
 
+    Attributes:
+        steps, loops: tokens that were free to leave their loops early, and the loops that were
+            computed for them.
+
     Args:
         layer_types: transformers' name of the cache of each slot.
         windows: window in tokens of each slot; read where the type is ``sliding_attention``.
+        owner_of: the slot whose cache each slot uses, see ``shared_cache``; None: its own.
     """
 
     settled = False  # a static one may be, see there
 
-    def __init__(self, layer_types: Sequence[str], windows: Sequence[int | None]) -> None:
-        super().__init__(layers=[_layer(t, w) for t, w in zip(layer_types, windows, strict=True)])
+    def __init__(
+        self,
+        layer_types: Sequence[str],
+        windows: Sequence[int | None],
+        owner_of: Sequence[int] | None = None,
+    ) -> None:
+        layers: list[Any] = [_layer(t, w) for t, w in zip(layer_types, windows, strict=True)]
+        super().__init__(layers=share(layers, owner_of or range(len(layers))))
         self.num_tokens = 0
+        self.steps = self.loops = 0
 
     @property
     def is_compileable(self) -> bool:
@@ -55,6 +68,11 @@ class LoopCache(Cache):
     def advance(self, num_tokens: int) -> None:
         """Count tokens that all slots have taken in."""
         self.num_tokens += num_tokens
+
+    def count_loops(self, loops: int) -> None:
+        """Count a token that was free to leave after any loop."""
+        self.steps += 1
+        self.loops += loops
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back tokens, as assisted generation does with a rejected draft.
@@ -78,7 +96,7 @@ class LoopCache(Cache):
                 layer.is_initialized = False
             if isinstance(layer, DynamicIndexedLayer):
                 layer.indexer_keys, layer.is_indexer_initialized = None, False
-        self.num_tokens = 0
+        self.num_tokens = self.steps = self.loops = 0
 
 
 class _OwnTokenLayer(DynamicSlidingWindowLayer):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
 
 from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.exits import exit_probabilities
 from ltconvert.convert.students.lt2_config import LT2Config
 from ltconvert.convert.students.lt2_model import (
     CACHE_NAME,
@@ -42,15 +43,35 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         """Weight of the head, [V, C]; the embedding's when tied."""
         return self.lm_head.weight
 
-    def new_cache(self) -> LoopCache:
-        """An empty cache with a slot for every visit of a layer."""
-        return self.model.new_cache()
+    def new_cache(self, loop_cache: str | None = None) -> LoopCache:
+        """An empty cache with a slot for every visit of a layer; see ``LT2Model.new_cache``."""
+        return self.model.new_cache(loop_cache)
 
     def logits(self, h_BTC: Tensor) -> Tensor:
         """Normed hidden states -> logits [..., V], soft cap applied."""
         logits = self.lm_head(h_BTC)
         cap = self.config.final_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def expected_logits(self, output: LT2Output) -> Tensor:
+        """Logits of all loops averaged by their exit probabilities, [B, T, V], fp32 at least.
+
+        Ouro's weighted exit (arXiv 2510.25741): the mean of logits, not of probabilities.
+
+        Args:
+            output: of a forward pass through all loops.
+
+        Raises:
+            ValueError: the model has no exit gate.
+        """
+        if output.exit_logits is None or output.loop_states is None:
+            raise ValueError(
+                f"a {self.config.family} model has no exit gate to average its loops by; "
+                "take output.logits"
+            )
+        weights_BTL = exit_probabilities(output.exit_logits)
+        parts = zip(weights_BTL.split(1, dim=-1), output.loop_states, strict=True)
+        return torch.stack([weight * self.logits(h_BTC) for weight, h_BTC in parts]).sum(0)
 
     def forward(
         self,
@@ -65,9 +86,13 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         segment_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        exit_threshold: float | None = None,
+        loop_cache: str | None = None,
         **_: Any,
     ) -> LT2Output:
-        """Token ids [B, T] -> logits [B, T or logits_to_keep, V] of the last loop.
+        """Token ids [B, T] -> logits [B, T or logits_to_keep, V] of the last loop computed.
+
+        ``exit_threshold`` and ``loop_cache`` see ``LT2Model.forward``; ``generate()`` takes both.
 
         ``labels`` [B, T] are the token ids themselves, -100 where no loss is wanted; they are
         shifted here, as everywhere in transformers. The loss is their mean, or their sum over
@@ -81,6 +106,8 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
             cache=cache if cache is not None else past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            exit_threshold=exit_threshold,
+            loop_cache=loop_cache,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         output.logits = self.logits(output.last_hidden_state[:, keep])
@@ -103,7 +130,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
                 "by LT2; leave it out (and the --compile of `transformers serve`), or pass a "
                 "StaticCache as past_key_values"
             )
-        model_kwargs[CACHE_NAME] = self.new_cache()
+        model_kwargs[CACHE_NAME] = self.new_cache(model_kwargs.get("loop_cache"))
 
     @property
     def init_continuous_batching(self) -> NoReturn:  # type: ignore[override]
@@ -125,18 +152,6 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         )
 
     continuous_batching_context_manager = generate_batch
-
-
-def exit_probabilities(exit_logits_BTL: Tensor) -> Tensor:
-    """Probability of leaving after each loop, [B, T, loops], summing to 1.
-
-    ``p_t = sigmoid(g_t) prod_{j<t} (1 - sigmoid(g_j))``; the last loop takes what remains, its own
-    gate value unused (Ouro).
-    """
-    stay_log = F.logsigmoid(-exit_logits_BTL[..., :-1].float()).cumsum(-1)
-    before_log = F.pad(stay_log, (1, 0))
-    leave_log = F.logsigmoid(exit_logits_BTL[..., :-1].float())
-    return torch.cat([leave_log + before_log[..., :-1], before_log[..., -1:]], dim=-1).exp()
 
 
 AutoConfig.register("lt2", LT2Config, exist_ok=True)

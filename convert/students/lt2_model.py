@@ -28,8 +28,10 @@ from ltconvert.convert.students.blocks import (
     run_layer,
 )
 from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
+from ltconvert.convert.students.shared_cache import owners
 from ltconvert.kernels.segments import segment_counts
 
 # transformers renamed the cache of models and outputs after 5.17
@@ -43,8 +45,8 @@ class LT2Output(CausalLMOutputWithPast):
     """Output of LT2Model and LT2ForCausalLM; the cache is under the name that transformers uses.
 
     Attributes:
-        loop_states: the normed residual stream [B, T, C] after each loop.
-        exit_logits: the exit gate after each loop, [B, T, loops].
+        loop_states: the normed residual stream [B, T, C] after each loop that was computed.
+        exit_logits: the exit gate after each of them, [B, T, loops].
         choice_loss: mean over visits of the loss of what chooses their keys, where asked for.
     """
 
@@ -125,10 +127,10 @@ class LT2Model(LT2PreTrainedModel):
             chosen_blocks=config.chosen_blocks,
         )
 
-    def new_cache(self) -> LoopCache:
-        """An empty cache with a slot for every visit."""
+    def new_cache(self, loop_cache: str | None = None) -> LoopCache:
+        """An empty cache with a slot for every visit; ``last`` see ``shared_cache``."""
         windows = [self.config.window(step.layer) for step in self.schedule]
-        return LoopCache(self.config.layer_types, windows)
+        return LoopCache(self.config.layer_types, windows, owners(self.config, loop_cache))
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids [B, T] -> the residual stream [B, T, C]."""
@@ -267,13 +269,24 @@ class LT2Model(LT2PreTrainedModel):
         cache: LoopCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        exit_threshold: float | None = None,
+        loop_cache: str | None = None,
         learns_choice: bool = False,
         **_: Any,
     ) -> LT2Output:
         """Token ids [B, T] -> last_hidden_state [B, T, C], loop_states, exit_logits, cache.
 
-        With ``learns_choice``, and without a cache, also ``choice_loss``.
+        With ``learns_choice``, and without a cache, also ``choice_loss``. ``loop_cache`` is that of
+        a cache that is made here, see ``new_cache``.
+
+        ``exit_threshold`` is for one token behind a cache: once the exit probabilities of the loops
+        so far add up to it in all rows, the loops that are left are not computed (``exits.py``
+        says what their caches get). Prompts go through all loops; so does everything at 1.
+
+        Raises:
+            ValueError: a cache of another model, or a threshold without an exit gate.
         """
+        leaves = leaving(self, exit_threshold)
         if inputs_embeds is not None and input_ids is None:
             h_BTC = inputs_embeds
         elif input_ids is not None and inputs_embeds is None:
@@ -282,7 +295,7 @@ class LT2Model(LT2PreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         cache = cache if cache is not None else past_key_values
         if cache is None and use_cache:
-            cache = self.new_cache()
+            cache = self.new_cache(loop_cache)
         self._check_cache(cache)
         context = self.context(
             h_BTC,
@@ -292,7 +305,11 @@ class LT2Model(LT2PreTrainedModel):
             past_length=0 if cache is None else cache.num_tokens,
         )
         context.learns_choice = learns_choice
-        state = self.run(self.start(h_BTC), context, cache)
+        state = self.start(h_BTC)
+        if leaves is not None and cache is not None and cache.num_tokens and h_BTC.shape[1] == 1:
+            state = run_until_exit(self, state, context, cache, leaves)
+        else:
+            state = self.run(state, context, cache)
         if cache is not None:
             cache.advance(h_BTC.shape[1])
         gate = self.exit_gate

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.lt2_config import LT2Config
+from ltconvert.convert.students.shared_cache import owners, share
 from ltconvert.convert.students.static_layers import StaticKeys, static_layer, tensors_of
 
 
@@ -29,6 +30,8 @@ class StaticCache(LoopCache):
         config: of the model that fills it.
         batch, max_length: rows, and tokens of the longest one.
         dtype: of keys, values and convolution histories; recurrent states are fp32 at least.
+        loop_cache: ``last`` lets full layers keep the keys of their last loop alone; a prompt then
+            has to be read in one pass, see ``shared_cache``.
     """
 
     def __init__(
@@ -39,22 +42,32 @@ class StaticCache(LoopCache):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        loop_cache: str | None = None,
     ) -> None:
+        owner_of = owners(config, loop_cache)
         made: dict[str, Any] = {"dtype": dtype, "device": torch.device(device)}
         with torch.inference_mode(False):  # such tensors could not be changed outside of it
             layers: list[Any] = [
                 static_layer(config, kind, config.window(step.layer), batch, max_length, made)
-                for kind, step in zip(config.layer_types, config.schedule(), strict=True)
+                if owner == step.slot
+                else None
+                for kind, step, owner in zip(
+                    config.layer_types, config.schedule(), owner_of, strict=True
+                )
             ]
             self.lengths_B = torch.zeros(batch, dtype=torch.int32, device=device)
-        Cache.__init__(self, layers=layers)
+        Cache.__init__(self, layers=share(layers, owner_of))
         self.batch, self.max_length = batch, max_length
         self.num_tokens, self.settled = 0, False
+        self.steps = self.loops = 0
 
     @classmethod
-    def for_model(cls, model: Any, batch: int, max_length: int) -> StaticCache:
+    def for_model(
+        cls, model: Any, batch: int, max_length: int, loop_cache: str | None = None
+    ) -> StaticCache:
         """A cache in the dtype and on the device of an LT2ForCausalLM."""
-        return cls(model.config, batch, max_length, dtype=model.dtype, device=model.device)
+        made: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+        return cls(model.config, batch, max_length, loop_cache=loop_cache, **made)
 
     def settle(self, padding: Sequence[int]) -> None:
         """Drop the padding at the left of each row and start to count on the device."""

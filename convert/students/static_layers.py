@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 
 from ltconvert.convert.students.block_cache import BlockKeys
 from ltconvert.convert.students.lt2_config import BLOCKS_TYPE, INDEXED_TYPE, LT2Config
+from ltconvert.convert.students.shared_cache import EarlierLoop
 
 
 class StaticKeys(CacheLayerMixin):
@@ -214,8 +215,11 @@ def static_layer(
 
 
 def keys_of(layer: Any) -> list[Tensor]:
-    """Keys and values of a cache's layer, those of an indexer or of blocks, too."""
-    if not isinstance(layer, CacheLayerMixin):
+    """Keys and values of a cache's layer, those of an indexer or of blocks, too.
+
+    None of a linear one, or of one that shows another's.
+    """
+    if not isinstance(layer, CacheLayerMixin) or isinstance(layer, EarlierLoop):
         return []
     names = ("keys", "values", "indexer_keys", "block_keys", "block_values")
     kept = (getattr(layer, name, None) for name in names)

@@ -15,9 +15,11 @@ from ltconvert.distill.evaluation.generation import (
     prompts_from,
 )
 from ltconvert.distill.evaluation.lm_eval import run_tasks
+from ltconvert.distill.evaluation.loop_decoding import Way, loop_decoding, ways
 from ltconvert.distill.evaluation.recall import recall_scores
 from ltconvert.distill.evaluation.scores import BATCH_TOKENS, heldout_rows, heldout_scores
 from ltconvert.distill.evaluation.task_scores import compare
+from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
     from ltconvert.distill.runlog import RunLog
@@ -51,6 +53,10 @@ class Evaluation:
         if self._batches is None:
             self._batches = heldout_rows(self.data, self.tokenizer, self.settings)
         return self._batches
+
+    def ways(self) -> list[Way]:
+        """Ways of decoding a looped model that are asked for, the ordinary one aside."""
+        return ways(self.settings.loop_cache, self.settings.exit_thresholds)
 
     def each(self, measure: Callable[[LT2ForCausalLM], Any]) -> dict[str, Any]:
         """``{"teacher": ..., "student": ...}`` of what is there."""
@@ -100,6 +106,22 @@ def _decode(job: Evaluation) -> dict[str, Any]:
     return job.each(lambda model: decode_speed(model, contexts, precision=job.precision))
 
 
+def _loops(job: Evaluation) -> dict[str, Any] | None:
+    settings, asked = job.settings, job.ways()
+    if not asked:
+        return None
+    length = PROMPT_TOKENS + settings.generation_tokens
+    texts_BT = prompts_from(job.batches(), settings.generation_prompts, length)
+    if not len(texts_BT) or settings.generation_tokens < 2:
+        raise UserError(
+            f"no held-out document has {length} tokens to decode; lower eval.generation_tokens, or "
+            "raise eval.generation_prompts or eval.heldout_tokens"
+        )
+    return job.each(
+        lambda model: loop_decoding(model, texts_BT, PROMPT_TOKENS, asked, precision=job.precision)
+    )
+
+
 def _tasks(job: Evaluation) -> dict[str, Any] | None:
     if not job.settings.tasks:
         return None
@@ -137,5 +159,17 @@ PARTS: dict[str, Part] = {
         reads_data=True,
     ),
     "decode": Part(_decode, ("decode_contexts_tokens",)),
+    "loops": Part(
+        _loops,
+        (
+            "loop_cache",
+            "exit_thresholds",
+            "generation_prompts",
+            "generation_tokens",
+            "heldout_tokens",
+            "heldout_seq_len_tokens",
+        ),
+        reads_data=True,
+    ),
     "tasks": Part(_tasks, ("tasks", "task_limit")),
 }

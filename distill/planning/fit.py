@@ -79,10 +79,10 @@ def remedy(stage: str, recipe: Recipe, fits: Callable[[Recipe], bool]) -> str | 
 
 def _changes(stage: str, recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
     """(section, setting, value) that save memory, from the least harmful on."""
-    if stage == "select" and recipe.select.method != "kl":
+    if stage == "select" and recipe.select.method not in ("kl", "kl-gates"):
         yield from _lighter_scoring(recipe.select)
         return
-    # The short distillation of select.method=kl takes its settings from the stage logits.
+    # The short distillation of kl and kl-gates takes its settings from the stage logits.
     section = "logits" if stage == "select" else stage
     settings = getattr(recipe, section)
     rows = settings.rows_at_once

@@ -113,13 +113,30 @@ def _select(recipe: Recipe, models: Models, precision: str, device: str) -> Part
     if settings.method in ("uniform", "list"):
         return {"student": models.mixer_parameters * FP32}
     forward = forward_select(settings, models, precision)
-    if settings.method != "kl":
+    if settings.method not in ("kl", "kl-gates"):
         return forward
-    from ltconvert.distill.selection.short_training import short_settings
+    from ltconvert.distill.selection.short_training import gate_settings, short_settings
 
+    if settings.method == "kl-gates":
+        return _gates(gate_settings(recipe.logits, settings), models, precision, device)
     short, _ = short_settings(recipe.logits, settings)
     train = _train(short, models, precision, device, before=models.mixer_parameters)
     return {name: max(train.get(name, 0), forward.get(name, 0)) for name in {**train, **forward}}
+
+
+def _gates(settings: LogitsSettings, models: Models, precision: str, device: str) -> Parts:
+    """Both mixers of every layer and what a backward pass to the gates needs of them."""
+    tokens = settings.rows_at_once * settings.seq_len_tokens
+    full = [
+        x.visits * saved_bytes(models.spec, x, precision, mlp=False) for x in models.origin.layers
+    ]
+    more = max(full) if settings.gradient_checkpointing else sum(full)
+    kept = _kept(settings, models.spec, models.linear, precision, device)
+    return {
+        "student": models.mixer_parameters * FP32 + _rounded(models.linear, precision),
+        "activations": tokens * (kept + more + _live(models.spec)) + _mask(settings),
+        "logits": _chunk(models.spec.vocab_size, tokens, precision, device),
+    }
 
 
 def forward_select(settings: SelectSettings, models: Models, precision: str) -> Parts:

@@ -26,8 +26,10 @@ def summary_lines(plan: Plan) -> list[str]:
         f"Teacher: {_model(plan.teacher)}",
         f"Student: {_model(plan.student)}, {plan.keep} of {layers} layers full",
     ]
-    if plan.selection is not None and plan.selection.forwards:
-        cost = plan.selection
+    cost = plan.selection
+    if cost is not None and cost.trained_tokens and not cost.forwards:
+        lines.append(f"Selecting: {short_number(cost.trained_tokens)} tokens of training")
+    elif cost is not None and cost.forwards:
         text = f"Selecting: at most {cost.forwards:,.0f} forward passes of a batch"
         if cost.trained_tokens:
             text += f" and {short_number(cost.trained_tokens)} tokens of training"

@@ -18,7 +18,7 @@ from ltconvert.distill.planning.machine import Machine
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import most_cost
 from ltconvert.distill.selection.result import Cost
-from ltconvert.distill.selection.short_training import short_settings
+from ltconvert.distill.selection.short_training import gate_settings, short_settings
 from ltconvert.kernels.chunkwise.spans import CHUNK_TOKENS
 from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe
 
@@ -122,6 +122,8 @@ def _select(recipe: Recipe, models: Models) -> Work:
     flops = cost.forward_tokens * body + 2 * scored * _head_flops(models.spec)
     if not cost.trained_tokens:
         return Work(cost.tokens, 0, flops)
+    if recipe.select.method == "kl-gates":
+        return _gates(recipe, models)
     settings, steps = short_settings(recipe.logits, recipe.select)
     one = _train(settings, models, models.hybrid)
     share = steps / (steps + 1)  # its budget holds one step that is not trained
@@ -132,6 +134,22 @@ def _select(recipe: Recipe, models: Models) -> Work:
         flops + one.flops * share * layers,
         one.optimiser_bytes * share * layers,
     )
+
+
+def _gates(recipe: Recipe, models: Models) -> Work:
+    """The teacher, the student with both mixers, and back through it to its inputs alone."""
+    settings = gate_settings(recipe.logits, recipe.select)
+    plan, length = plan_steps(settings), settings.seq_len_tokens
+    teacher, linear = (
+        forward_flops(x, models.spec, length) for x in (models.origin, models.linear)
+    )
+    full = sum(
+        x.visits * _mixer_flops(models.origin, models.spec, x.layer, length)
+        for x in models.origin.layers
+    )
+    passes = 3 if settings.gradient_checkpointing else 2
+    tokens = plan.steps * plan.step_tokens
+    return Work(tokens, plan.steps, tokens * (teacher + passes * (linear + full)))
 
 
 def _scored_tokens(recipe: Recipe, models: Models, cost: Cost) -> float:

@@ -138,6 +138,39 @@ def decode(run: RunFolder) -> Section:
     return section
 
 
+def loops(run: RunFolder) -> Section:
+    """Decoding that leaves loops early or shares their keys, against the ordinary way."""
+    section = Section("Decoding with less of the loops")
+    found = run.part("loops")
+    if not found:
+        return section
+    rows = [_loops_row(who, row) for who, rows in found.items() for row in rows]
+    what = ("KL (nats a token)", "agreement", "perplexity", "loops", "cache")
+    headers = ("model", "keys", "exit at", *what)
+    first = next(iter(found.values()))[0]
+    caption = (
+        "Each model against its own ordinary decoding, of which perplexity and cache are in "
+        f"brackets: {count(first['tokens'])} tokens of held-out text in {first['rows']} rows, one "
+        "at a time. keys: each loop's own, or the last one's for all. loops: computed a token."
+    )
+    section.tables.append(Table(headers, rows, caption))
+    return section
+
+
+def _loops_row(who: str, row: dict[str, Any]) -> list[str]:
+    threshold = row["exit_threshold"]
+    return [
+        who,
+        row["loop_cache"],
+        "-" if threshold is None else f"{threshold:g}",
+        number(row["kl"], row["kl_stderr"], 4),
+        percent(row["agreement"], row["agreement_stderr"]),
+        f"{row['ppl']:.2f} ({row['plain_ppl']:.2f})",
+        f"{row['loops']:.2f}",
+        f"{size(row['cache_bytes'])} ({size(row['plain_cache_bytes'])})",
+    ]
+
+
 def tasks(run: RunFolder) -> Section:
     """lm-eval tasks side by side."""
     section = Section("Tasks")

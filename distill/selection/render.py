@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ltconvert.distill.selection.per_loop import VisitScores
 from ltconvert.distill.selection.ranking import Stability
 from ltconvert.distill.selection.result import Selection
 
@@ -17,6 +18,7 @@ _TITLES = {
     "gain": "KL gained when full",
     "mean_rank": "mean rank",
     "kl": "KL after training",
+    "gate": "gate",
     "trained_share": "trained",
     "log_prob_drop": "log-prob. lost",
     "accuracy_drop": "accuracy lost",
@@ -29,6 +31,33 @@ def render_selection(selection: Selection) -> RenderableType:
     return Group(_table(selection), *(Text(line) for line in summary_lines(selection)))
 
 
+def render_per_loop(scores: VisitScores) -> RenderableType:
+    """Layers by loops, in nats a token; the best visits stand out."""
+    table = Table(title="KL gained by one visit made full, nats a token")
+    table.add_column("layer", justify="right")
+    for loop in range(scores.loops):
+        table.add_column(f"loop {loop + 1}", justify="right")
+    table.add_column("sum", justify="right")
+    best = {(v["layer"], v["loop"]) for v in (scores.visits[s] for s in scores.best)}
+    for layer in range(scores.num_layers):
+        gains = [scores.gain(layer, loop) for loop in range(scores.loops)]
+        cells = [
+            Text("-" if gain is None else f"{gain:.4f}" + (" *" if (layer, loop) in best else ""))
+            for loop, gain in enumerate(gains)
+        ]
+        table.add_row(str(layer), *cells, f"{sum(gain or 0.0 for gain in gains):.4f}")
+    early = ", stopped early" if scores.stopped_early else ""
+    cost = scores.cost
+    lines = [
+        f"* the best {len(best)} of {len(scores.visits)} visits, {scores.batches} batches{early}",
+        f"Cost: {cost.tokens:,} tokens, {cost.forwards:,.1f} forward passes of a batch, "
+        f"{cost.seconds:,.1f} s",
+        f"KL of the student with no full layer: {scores.student_kl:.4f} nats a token",
+        "A student keeps a layer full in all its loops: this explains a choice, it makes none",
+    ]
+    return Group(table, *(Text(line) for line in lines))
+
+
 def summary_lines(selection: Selection) -> list[str]:
     """What stands below the table, as plain lines."""
     count = f"{selection.keep} of {selection.num_layers}"
@@ -39,13 +68,18 @@ def summary_lines(selection: Selection) -> list[str]:
         lines.append(_stability(selection))
     cost = selection.cost
     if cost.tokens or cost.trained_tokens:
-        parts = [f"{cost.tokens:,} tokens", f"{cost.forwards:,.1f} forward passes of a batch"]
+        parts = []
+        if cost.tokens:
+            parts = [f"{cost.tokens:,} tokens", f"{cost.forwards:,.1f} forward passes of a batch"]
         if cost.trained_tokens:
             parts.append(f"{cost.trained_tokens:,} tokens of training")
         lines.append(f"Cost: {', '.join(parts)}, {cost.seconds:,.1f} s")
     if "student_kl" in selection.facts:
         kl = selection.facts["student_kl"]
         lines.append(f"KL of the student with no full layer: {kl:.4f} nats a token")
+    if "gated_kl" in selection.facts:
+        kl = selection.facts["gated_kl"]
+        lines.append(f"KL with gates as drawn in the last step: {kl:.4f} nats a token")
     if "teacher_accuracy" in selection.facts:
         lines.append(f"Teacher's exact answers: {selection.facts['teacher_accuracy']:.0%}")
     return [*lines, f"To use it without selecting again: {selection.setting}"]

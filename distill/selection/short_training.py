@@ -1,4 +1,5 @@
-"""The short distillation of method ``kl``: one layer of the linear student made full, then trained.
+"""The short distillation of method ``kl``: one layer of the linear student made full, then trained;
+and the settings of that of ``kl-gates``.
 
 The loss, the rates and the loop are those of the stage `logits`. Only the KLs leave: the layer's
 weights are thrown away.
@@ -23,6 +24,8 @@ from ltconvert.errors import UserError
 from ltconvert.recipes.schema import LogitsSettings, SelectSettings
 
 POINTS = 10  # parts that a layer's training is measured in, at most
+GATE_LR = 0.2  # of their scores, in units of their noise
+GATE_STEPS = 64  # of `kl-gates`, where rows are short enough: scores move by so many small steps
 
 
 class LayerDone(Exception):
@@ -55,6 +58,25 @@ def short_settings(full: LogitsSettings, select: SelectSettings) -> tuple[Logits
     plan = plan_steps(settings, rank_and_world()[1])
     budget = (plan.steps + 1) * plan.step_tokens
     return settings.model_copy(update={"budget_tokens": budget}), plan.steps
+
+
+def gate_settings(full: LogitsSettings, select: SelectSettings) -> LogitsSettings:
+    """Settings of the training of gates: ``select.train_tokens`` in about ``GATE_STEPS`` steps.
+
+    Rows, rate of change and loss as in ``short_settings``; every step is trained, and checkpoints
+    are as frequent as in the stage `logits`: a killed run goes on from them.
+    """
+    row, (settings, _) = select.seq_len_tokens, short_settings(full, select)
+    batch = min(settings.batch_tokens, max(row, select.train_tokens // GATE_STEPS))
+    update = {
+        "micro_batch_rows": min(settings.rows_at_once, batch // row),
+        "batch_tokens": batch,
+        "checkpoint_minutes": full.checkpoint_minutes,
+        "budget_tokens": select.train_tokens,
+        "lr": GATE_LR,
+        "clip_norm": 1e9,  # AdamW takes no notice of the size of a gradient
+    }
+    return settings.model_copy(update=update)
 
 
 class MeasuredObjective(LogitsObjective):

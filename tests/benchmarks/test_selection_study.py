@@ -29,7 +29,7 @@ from ltconvert.errors import UserError
 from ltconvert.recipes.schema import Recipe
 
 NUM_LAYERS, LARGE, SMALL = 6, 0.5, 0.2  # three layers and one
-METHODS = ("uniform", "kl", "kl-fast:both", "recall-greedy")  # one of every kind of order
+METHODS = ("uniform", "kl", "kl-fast:both", "kl-gates", "recall-greedy")  # every kind of order
 SIZES = {
     "student.window_tokens": 16,
     "data.heldout_share": 0.2,
@@ -101,10 +101,10 @@ def test_every_method_has_a_case_at_every_share(done: Path) -> None:
     assert set(found) == {(m, s) for m in METHODS for s in (SMALL, LARGE)}
     for (method, share), case in found.items():
         assert len(case["layers"]) == {SMALL: 1, LARGE: 3}[share]
-        assert case["chosen_for"] == (share if method == "uniform" else LARGE)
+        assert case["chosen_for"] == (share if method in ("uniform", "kl-gates") else LARGE)
         for scores in case["after"].values():
             assert scores["kl"] > 0 and set(scores["recall"]) == {"320"}
-        read = case["cost"]["forward_tokens"]
+        read = case["cost"]["forward_tokens"] + case["cost"]["trained_tokens"]
         assert (read == 0) == (method == "uniform")
     assert found["uniform", LARGE]["layers"] == [0, 2, 4]
 

@@ -106,6 +106,27 @@ def test_a_student_as_teacher_keeps_its_residual_and_its_mixers_to_itself() -> N
     assert len({weight.data_ptr() for weight in windows}) == 2  # the stage align trains it
 
 
+@pytest.mark.parametrize("loops", [2, 4])
+def test_a_restored_layer_is_full_in_every_loop(loops: int) -> None:
+    """Its caches too; the student that was built with it full from the start is the same model."""
+    teacher, ids = tiny_model(tiny_spec("ouro", num_loops=loops)), tokens(1, 11)
+    student = build_student(teacher, ["gdn"] * 3)
+    before = student(ids).logits
+    restore_full(student, teacher, [1])
+    by_slot = [["linear_attention", "full_attention"][slot % 3 == 1] for slot in range(3 * loops)]
+    assert student.config.layer_types == by_slot
+    calls: list[int] = []
+    student.model.layers[1].mixer.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        found = student(ids).logits
+        assert len(calls) == loops
+        assert torch.equal(found, build_student(teacher, ["gdn", "full", "gdn"])(ids).logits)
+        assert not torch.equal(found, before)
+        cache = student.new_cache()
+        pieces = [student(piece, cache=cache).logits for piece in ids.split(4, dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), found, atol=1e-4, rtol=1e-4)
+
+
 def test_a_tensor_without_a_place_is_an_error() -> None:
     teacher = tiny_model(tiny_spec("llama"))
     teacher.model.layers[1].mixer.register_parameter("sinks", torch.nn.Parameter(torch.ones(4)))

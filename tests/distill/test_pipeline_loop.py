@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_case import convert, make_case
+from pipeline_case import convert, make_case, make_recipe
 
 from ltconvert.convert.checkpoint import load_student
 from ltconvert.convert.teachers.load import Teacher, load_teacher
-from ltconvert.distill.pipeline import PipelineResult
+from ltconvert.distill import select
+from ltconvert.distill.pipeline import PipelineResult, inputs_of
+from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
 
 # Three layers: a prelude and one physical layer that runs twice.
@@ -125,3 +127,19 @@ def test_a_looped_student_with_full_attention_is_a_teacher(
         convert(again, case, tmp_path / "c", student=LOOPED)
     with pytest.raises(ValueError, match=r"student\.loops is 1, and the loops of this teacher"):
         convert(again, case, tmp_path / "d", student={"loops": 1, "full_layers": [0]}, **off)
+
+
+def test_every_visit_of_the_looped_form_can_be_scored(
+    case: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    """The verb's study and gates: both compare with the looped model, not with the dense one."""
+    recipe = make_recipe(case, student=LOOPED | {"full_layers": 1})
+    log = RunLog(tmp_path)
+    inputs = inputs_of("select", recipe, teacher, tmp_path, log, precision="fp32")
+    assert inputs.teacher.spec.num_layers == 2
+    assert inputs.student.config.mixers == ["gdn", "gdn"]
+    scores = select.per_loop(inputs, tmp_path)
+    assert [(v["layer"], v["loop"]) for v in scores.visits] == [(0, 0), (1, 0), (1, 1)]
+    chosen = recipe.select.model_copy(update={"method": "kl-gates", "train_tokens": 256})
+    found = select.run(chosen, inputs, tmp_path / "gates").facts["chosen"]
+    assert len(found) == 1

@@ -314,6 +314,22 @@ def test_selection_cost_is_told(method: str, forwards: float) -> None:
     assert trained.trained_tokens == 8_000_000
 
 
+def test_gates_are_trained_once_for_all_layers() -> None:
+    chosen = {"train_tokens": 1_048_576, "seq_len_tokens": 512}
+    made = {m: make(sections={"select": chosen | {"method": m}}) for m in ("kl", "kl-gates")}
+    assert made["kl-gates"].selection is not None
+    assert made["kl-gates"].selection.trained_tokens == 1_048_576
+    gates, each = (
+        next(row for row in made[m].rows if row.stage == "select") for m in ("kl-gates", "kl")
+    )
+    assert (gates.tokens, gates.trained_parameters) == (1_048_576, 8)
+    assert gates.flops < each.flops / 4  # eight layers, one at a time
+    assert gates.memory["activations"] > 0
+    assert gates.memory["optimiser"] == gates.memory["gradients"] == 0
+    off = make(sections={"select": {"method": "kl-gates"}, "student": {"full_layers": 0}})
+    assert next(row for row in off.rows if row.stage == "select").trained_parameters == 0
+
+
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [

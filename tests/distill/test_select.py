@@ -27,7 +27,7 @@ from ltconvert.distill.stage import StageInputs
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import SelectSettings
 
-ALL_METHODS = ["kl", "kl-fast", "kl-greedy", "recall", "uniform"]
+ALL_METHODS = ["kl", "kl-fast", "kl-greedy", "kl-gates", "recall", "uniform"]
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ def test_a_layer_is_out_when_enough_others_were_better_often_enough() -> None:
     assert ranked({0: better, 1: short, 2: worse}) == [0, 2, 1]
 
 
-@pytest.mark.parametrize("method", ["kl-fast", "kl-greedy", "recall", "kl"])
+@pytest.mark.parametrize("method", ["kl-fast", "kl-greedy", "recall", "kl", "kl-gates"])
 @pytest.mark.parametrize("direction", ["both", "remove"])
 def test_the_cost_told_before_is_the_cost_paid(
     case: tuple[Path, Teacher], tmp_path: Path, method: str, direction: str
