@@ -52,7 +52,7 @@ def _window_attention(
     scale: float,
     cap: float,
 ) -> tuple[Tensor, Tensor]:
-    o_BTHD, log_sum_BHT = _outputs(q_BTHD, k_BTGD, v_BTGD, ids_BT, window, scale, cap)
+    o_BTHD, log_sum_BHT = _outputs(q_BTHD)
     q, k, v = (_channels_together(x) for x in (q_BTHD, k_BTGD, v_BTGD))
     grid, sizes, blocks = _plan(q, k, of_keys=False)
     with torch.cuda.device_of(q):
@@ -64,15 +64,7 @@ def _window_attention(
 
 
 @_window_attention.register_fake
-def _outputs(
-    q_BTHD: Tensor,
-    k_BTGD: Tensor,
-    v_BTGD: Tensor,
-    ids_BT: Tensor | None,
-    window: int,
-    scale: float,
-    cap: float,
-) -> tuple[Tensor, Tensor]:
+def _outputs(q_BTHD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q_BTHD.shape
     log_sum_BHT = q_BTHD.new_empty(batch, heads, length, dtype=torch.float32)
     return q_BTHD.new_empty(q_BTHD.shape), log_sum_BHT
@@ -117,20 +109,10 @@ def _window_attention_backward(
 
 @_window_attention_backward.register_fake
 def _gradients(
-    do_BTHD: Tensor,
-    dlog_sum_BHT: Tensor | None,
-    o_BTHD: Tensor,
-    log_sum_BHT: Tensor,
-    q_BTHD: Tensor,
-    k_BTGD: Tensor,
-    v_BTGD: Tensor,
-    ids_BT: Tensor | None,
-    window: int,
-    scale: float,
-    cap: float,
+    do: Tensor, dlog_sum: Tensor | None, o: Tensor, log_sum: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q_BTHD, k_BTGD, v_BTGD))
-    return dq, dk, dv
+    q, k, v = inputs[:3]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
