@@ -64,7 +64,7 @@ def _window_attention(
 
 
 @_window_attention.register_fake
-def _outputs(q_BTHD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _outputs(q_BTHD: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q_BTHD.shape
     log_sum_BHT = q_BTHD.new_empty(batch, heads, length, dtype=torch.float32)
     return q_BTHD.new_empty(q_BTHD.shape), log_sum_BHT
