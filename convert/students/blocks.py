@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from ltconvert.convert.mixers import Projections, SequenceContext
+from ltconvert.convert.mixers import MixtureOfDepths, Projections, SequenceContext
+from ltconvert.convert.mixers.moda import Slot, SlotProjection
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
+from ltconvert.convert.students.depth_plan import ATTENTION, FFN
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 
@@ -39,7 +41,12 @@ class DecoderLayer(nn.Module):
 
     The branches are methods, since the alignment of a mixer needs what goes into it and what it
     adds to the residual stream.
+
+    Attributes:
+        depth_proj: what the MLP's input leaves in a depth stream; None where it leaves nothing.
     """
+
+    depth_proj: SlotProjection | None
 
     def __init__(self, spec: TeacherSpec, layer: int, mixer: Projections) -> None:
         super().__init__()
@@ -57,6 +64,7 @@ class DecoderLayer(nn.Module):
         self.pre_mlp_norm = norm(before)
         self.mlp = GatedMLP(spec, layer)
         self.post_mlp_norm = norm(after)
+        self.depth_proj = None
 
     def mixer_input(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """What the mixer reads."""
@@ -68,8 +76,15 @@ class DecoderLayer(nn.Module):
 
     def mlp_branch(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """The MLP's contribution to the residual stream, [B, T, C]."""
-        y_BTC = self.mlp(_normed(self.pre_mlp_norm, h_BTC, loop), loop)
-        return _normed(self.post_mlp_norm, y_BTC, loop)
+        return self.mlp_contribution(self.mlp_input(h_BTC, loop), loop)
+
+    def mlp_input(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """What the MLP reads."""
+        return _normed(self.pre_mlp_norm, h_BTC, loop)
+
+    def mlp_contribution(self, x_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """What the MLP makes of its input and adds to the residual stream."""
+        return _normed(self.post_mlp_norm, self.mlp(x_BTC, loop), loop)
 
     def forward(
         self,
@@ -86,6 +101,28 @@ class DecoderLayer(nn.Module):
             seen += [x_BTC, y_BTC]
         return self.after_mixer(h_BTC, y_BTC, loop)
 
+    def forward_in_depth(
+        self,
+        h_BTC: Tensor,
+        context: SequenceContext,
+        cache_layer: CacheLayerMixin | LinearAttentionCacheLayerMixin | None = None,
+    ) -> tuple[Tensor, dict[str, Slot]]:
+        """``forward`` of a visit that a depth stream is for, and what its sublayers leave there."""
+        loop, slots = context.loop, {}
+        assert context.depth is not None
+        x_BTC = self.mixer_input(h_BTC, loop)
+        if ATTENTION in context.depth.writes:
+            assert isinstance(self.mixer, MixtureOfDepths)
+            y_BTC, slots[ATTENTION] = self.mixer.forward_with_slot(x_BTC, context, cache_layer)
+        else:
+            y_BTC = self.mixer(x_BTC, context, cache_layer)
+        h_BTC = h_BTC + self.mixer_contribution(y_BTC, loop)
+        x_BTC = self.mlp_input(h_BTC, loop)
+        if FFN in context.depth.writes:
+            assert self.depth_proj is not None
+            slots[FFN] = self.depth_proj(x_BTC)
+        return h_BTC + self.mlp_contribution(x_BTC, loop), slots
+
     def after_mixer(self, h_BTC: Tensor, y_BTC: Tensor, loop: int | None = None) -> Tensor:
         """The stream with the mixer's output and the MLP branch, [B, T, C]."""
         h_BTC = h_BTC + self.mixer_contribution(y_BTC, loop)
@@ -98,6 +135,9 @@ def _normed(norm: nn.Module, x_BTC: Tensor, loop: int | None) -> Tensor:
 
 
 LayerCall = Callable[[DecoderLayer, Tensor, SequenceContext], Tensor]
+DepthCall = Callable[
+    [DecoderLayer, Tensor, SequenceContext], tuple[Tensor, Mapping[str, Slot]]
+]
 ChoosingCall = Callable[[DecoderLayer, Tensor, SequenceContext], tuple[Tensor, Tensor | None]]
 
 
@@ -105,6 +145,13 @@ ChoosingCall = Callable[[DecoderLayer, Tensor, SequenceContext], tuple[Tensor, T
 def run_layer(layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext) -> Tensor:
     """One layer without a cache."""
     return layer(h_BTC, context)
+
+
+def run_depth_layer(
+    layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext
+) -> tuple[Tensor, Mapping[str, Slot]]:
+    """One layer without a cache: (its output, what it leaves in the depth stream)."""
+    return layer.forward_in_depth(h_BTC, context)
 
 
 def run_choosing_layer(

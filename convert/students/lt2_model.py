@@ -5,6 +5,7 @@ B rows, T tokens, C hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,19 +16,29 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
+from ltconvert.convert.mixers import (
+    MixtureOfDepths,
+    Projections,
+    SequenceContext,
+    make_mixer,
+)
 from ltconvert.convert.mixers.attention import Attention, ZeroLinear
+from ltconvert.convert.mixers.moda import Slot, SlotProjection
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import Rope
 from ltconvert.convert.students.blocks import (
     ChoosingCall,
     DecoderLayer,
+    DepthCall,
     LayerCall,
     run_choosing_layer,
+    run_depth_layer,
     run_layer,
 )
 from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.depth_plan import FFN
+from ltconvert.convert.students.depth_stream import DepthStream
 from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
@@ -83,7 +94,12 @@ class LT2PreTrainedModel(PreTrainedModel):
 
 
 class LT2Model(LT2PreTrainedModel):
-    """Embeddings, the looped layers and the final norm."""
+    """Embeddings, the looped layers and the final norm.
+
+    Attributes:
+        depth_schedule: where layers read a depth stream, the scalar s of their merge: 0 is the
+            teacher. Training moves it to 1; it is saved with the weights.
+    """
 
     layers: Any  # nn.ModuleList, whose entries mypy would take for plain modules
 
@@ -109,7 +125,27 @@ class LT2Model(LT2PreTrainedModel):
         # Compiled ones while it trains.
         self.call_layer: LayerCall = run_layer
         self.call_choosing_layer: ChoosingCall = run_choosing_layer
+        self.call_depth_layer: DepthCall = run_depth_layer
+        self.prepare_depth()
         self.post_init()
+
+    def prepare_depth(self) -> list[int]:
+        """Make what the depth stream needs and is not there; once more when mixers have changed.
+
+        Returns:
+            The layers that got a ``depth_proj``, whose weights are random.
+        """
+        self.depth_plan = self.config.depth_plan()
+        if self.depth_plan is None:
+            return []
+        if not hasattr(self, "depth_schedule"):
+            self.register_buffer("depth_schedule", torch.zeros((), device=self.device))
+        visits = zip(self.schedule, self.depth_plan.visits, strict=True)
+        writing = {step.layer for step, visit in visits if FFN in visit.writes}
+        new = [layer for layer in sorted(writing) if self.layers[layer].depth_proj is None]
+        for layer in new:
+            self.layers[layer].depth_proj = SlotProjection(self.spec)
+        return new
 
     def make_mixer(self, kind: str, layer: int) -> Projections:
         """A new mixer for one physical layer with this model's options."""
@@ -125,6 +161,9 @@ class LT2Model(LT2PreTrainedModel):
             index_heads=config.index_heads,
             block_tokens=config.block_tokens,
             chosen_blocks=config.chosen_blocks,
+            depth_writers=config.depth_writers,
+            depth_rope=config.depth_rope,
+            depth_bias=config.depth_bias,
         )
 
     def new_cache(self, loop_cache: str | None = None) -> LoopCache:
@@ -192,8 +231,16 @@ class LT2Model(LT2PreTrainedModel):
         return {mixer.window for mixer in mixers if isinstance(mixer, Attention)}
 
     def start(self, h_BTC: Tensor) -> LoopState:
-        """The state before the first visit."""
+        """The state before the first visit, without a depth stream."""
         return LoopState(h_BTC, h_BTC)
+
+    def depth_stream(self, context: SequenceContext) -> DepthStream | None:
+        """An empty depth stream for one pass; None where no layer reads one."""
+        if self.depth_plan is None:
+            return None
+        readers = (m.mixer for m in self.layers if isinstance(m.mixer, MixtureOfDepths))
+        names = dict.fromkeys(mixer.depth_rope_name for mixer in readers)
+        return DepthStream(self.depth_plan, context.rope, list(names), self.depth_schedule)
 
     def run(
         self,
@@ -215,7 +262,9 @@ class LT2Model(LT2PreTrainedModel):
         """One visit of one layer, with what opens and closes its loop."""
         state = self.enter(step, state)
         layer, context = self.layers[step.layer], self.context_of(step, context)
-        if cache is not None:
+        if state.depth is not None and state.depth.plan.visits[step.slot].takes_part:
+            h_BTC = self._visit_in_depth(step, state, context, cache)
+        elif cache is not None:
             h_BTC = layer(state.h_BTC, context, cache.layers[step.slot])
         elif context.learns_choice and layer.mixer.chooses:
             h_BTC, loss = self._call(self.call_choosing_layer, layer, state.h_BTC, context)
@@ -223,6 +272,22 @@ class LT2Model(LT2PreTrainedModel):
         else:
             h_BTC = self._call(self.call_layer, layer, state.h_BTC, context)
         return self.leave(step, state.with_stream(h_BTC))
+
+    def _visit_in_depth(
+        self, step: Step, state: LoopState, context: SequenceContext, cache: LoopCache | None
+    ) -> Tensor:
+        """One layer that reads the depth stream, writes to it, or both: [B, T, C]."""
+        assert state.depth is not None
+        layer, visit = self.layers[step.layer], state.depth.plan.visits[step.slot]
+        context = replace(context, depth=state.depth.view(visit))
+        slots: Mapping[str, Slot]
+        if cache is not None:
+            cache_layer = cache.layers[step.slot]
+            h_BTC, slots = layer.forward_in_depth(state.h_BTC, context, cache_layer)
+        else:
+            h_BTC, slots = self._call(self.call_depth_layer, layer, state.h_BTC, context)
+        state.depth.write(visit, slots)
+        return h_BTC
 
     def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
         """What a visit reads: the loop is said where it has tensors of its own."""
@@ -305,7 +370,7 @@ class LT2Model(LT2PreTrainedModel):
             past_length=0 if cache is None else cache.num_tokens,
         )
         context.learns_choice = learns_choice
-        state = self.start(h_BTC)
+        state = replace(self.start(h_BTC), depth=self.depth_stream(context))
         if leaves is not None and cache is not None and cache.num_tokens and h_BTC.shape[1] == 1:
             state = run_until_exit(self, state, context, cache, leaves)
         else:
