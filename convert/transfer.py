@@ -86,7 +86,9 @@ def inherited_mixer(
         raise ValueError(
             f"layer {layer}: a {kind} mixer has no place for the teacher's {', '.join(lost)}"
         )
-    if source.kind == "full" and not (mixer.converted or copy):  # other mixers train where tensors are shared
+    if source.kind == "full" and not (
+        mixer.converted or copy
+    ):  # other mixers train where tensors are shared
         mixer.load_state_dict({**known, **inherited}, assign=True)
     else:
         mixer.load_state_dict({**known, **inherited})

@@ -135,22 +135,28 @@ class Attention(Projections):
         self, x_BTC: Tensor, context: SequenceContext, cache_layer: CacheLayerMixin | None = None
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
-        return self.attend_to(x_BTC, self.project(x_BTC, context.loop), context, cache_layer)
+        q_BHTD, k_BGSD, v_BGSD = self.placed(
+            self.project(x_BTC, context.loop), context, cache_layer
+        )
+        o_BHTD = self.attend(q_BHTD, k_BGSD, v_BGSD, context)
+        return self.output(x_BTC, o_BHTD, context)
 
-    def attend_to(
+    def placed(
         self,
-        x_BTC: Tensor,
         projected: tuple[Tensor, Tensor, Tensor],
         context: SequenceContext,
-        cache_layer: CacheLayerMixin | None,
-    ) -> Tensor:
-        """All that follows ``project``."""
+        cache_layer: CacheLayerMixin | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What ``project`` gives at its positions, behind what is cached; heads come first."""
         q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in projected)
         q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, self.rope_name)
         context.keep(self, (k_BGSD, v_BGSD))
         if cache_layer is not None:
             k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
-        o_BHTD = self.attend(q_BHTD, k_BGSD, v_BGSD, context)
+        return q_BHTD, k_BGSD, v_BGSD
+
+    def output(self, x_BTC: Tensor, o_BHTD: Tensor, context: SequenceContext) -> Tensor:
+        """Outputs of the heads -> [B, T, C]."""
         o_BTM = o_BHTD.transpose(1, 2).flatten(2)
         if hasattr(self, "gate_proj"):
             o_BTM = o_BTM * (2.0 * torch.sigmoid(self.gate_proj(x_BTC)))

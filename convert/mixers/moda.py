@@ -10,10 +10,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 
 from ltconvert.convert.mixers.attention import Attention
-from ltconvert.convert.mixers.context import DepthView, SequenceContext
+from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.kernels.depth_attention import depth_attention
@@ -90,38 +89,21 @@ class MixtureOfDepths(Attention):
             self.depth_proj.inherit(teacher)
         return teacher
 
-    def forward_with_slot(
-        self, x_BTC: Tensor, context: SequenceContext, cache_layer: CacheLayerMixin | None = None
-    ) -> tuple[Tensor, Slot]:
-        """What ``forward`` gives, and the key and value [B, T, G, D] that this layer leaves."""
-        q_BTHD, k_BTGD, v_BTGD = self.project(x_BTC, context.loop)
-        y_BTC = self.attend_to(x_BTC, (q_BTHD, k_BTGD, v_BTGD), context, cache_layer)
-        slot = (k_BTGD, v_BTGD) if self.depth_proj is None else self.depth_proj(x_BTC)
-        return y_BTC, slot
+    def slot(self, x_BTC: Tensor, projected: tuple[Tensor, Tensor, Tensor]) -> Slot:
+        """The key and value [B, T, G, D] that this layer leaves, without positions."""
+        return projected[1:] if self.depth_proj is None else self.depth_proj(x_BTC)
 
     def attend(
         self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, context: SequenceContext
     ) -> Tensor:
         """softmax over the sequence and the token's own slots, [B, H, T, D]."""
-        view = context.depth
+        view, keep_BS = context.depth, context.keep_BS
         if view is None or view.values is None:
             return super().attend(q_BHTD, k_BGSD, v_BGSD, context)
-        return self._attend_in_depth(q_BHTD, k_BGSD, v_BGSD, context, view)
-
-    # How many slots there are differs by layer: compiled, every layer would be one of its own.
-    @torch.compiler.disable
-    def _attend_in_depth(
-        self,
-        q_BHTD: Tensor,
-        k_BGSD: Tensor,
-        v_BGSD: Tensor,
-        context: SequenceContext,
-        view: DepthView,
-    ) -> Tensor:
-        keep_BS = context.keep_BS
-        assert view.values is not None
         o_BTHD, _, _ = depth_attention(
-            *(y.transpose(1, 2) for y in (q_BHTD, k_BGSD, v_BGSD)),
+            q_BHTD.transpose(1, 2),
+            k_BGSD.transpose(1, 2),
+            v_BGSD.transpose(1, 2),
             view.keys[self.depth_rope_name],
             view.values,
             slots=view.values.shape[2],

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from ltconvert.convert.mixers import MixtureOfDepths, Projections, SequenceContext
-from ltconvert.convert.mixers.moda import Slot, SlotProjection
+from ltconvert.convert.mixers import Projections, SequenceContext
+from ltconvert.convert.mixers.moda import SlotProjection
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
-from ltconvert.convert.students.depth_plan import ATTENTION, FFN
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 
@@ -101,28 +100,6 @@ class DecoderLayer(nn.Module):
             seen += [x_BTC, y_BTC]
         return self.after_mixer(h_BTC, y_BTC, loop)
 
-    def forward_in_depth(
-        self,
-        h_BTC: Tensor,
-        context: SequenceContext,
-        cache_layer: CacheLayerMixin | LinearAttentionCacheLayerMixin | None = None,
-    ) -> tuple[Tensor, dict[str, Slot]]:
-        """``forward`` of a visit that a depth stream is for, and what its sublayers leave there."""
-        loop, slots = context.loop, {}
-        assert context.depth is not None
-        x_BTC = self.mixer_input(h_BTC, loop)
-        if ATTENTION in context.depth.writes:
-            assert isinstance(self.mixer, MixtureOfDepths)
-            y_BTC, slots[ATTENTION] = self.mixer.forward_with_slot(x_BTC, context, cache_layer)
-        else:
-            y_BTC = self.mixer(x_BTC, context, cache_layer)
-        h_BTC = h_BTC + self.mixer_contribution(y_BTC, loop)
-        x_BTC = self.mlp_input(h_BTC, loop)
-        if FFN in context.depth.writes:
-            assert self.depth_proj is not None
-            slots[FFN] = self.depth_proj(x_BTC)
-        return h_BTC + self.mlp_contribution(x_BTC, loop), slots
-
     def after_mixer(self, h_BTC: Tensor, y_BTC: Tensor, loop: int | None = None) -> Tensor:
         """The stream with the mixer's output and the MLP branch, [B, T, C]."""
         h_BTC = h_BTC + self.mixer_contribution(y_BTC, loop)
@@ -135,9 +112,6 @@ def _normed(norm: nn.Module, x_BTC: Tensor, loop: int | None) -> Tensor:
 
 
 LayerCall = Callable[[DecoderLayer, Tensor, SequenceContext], Tensor]
-DepthCall = Callable[
-    [DecoderLayer, Tensor, SequenceContext], tuple[Tensor, Mapping[str, Slot]]
-]
 ChoosingCall = Callable[[DecoderLayer, Tensor, SequenceContext], tuple[Tensor, Tensor | None]]
 
 
@@ -145,13 +119,6 @@ ChoosingCall = Callable[[DecoderLayer, Tensor, SequenceContext], tuple[Tensor, T
 def run_layer(layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext) -> Tensor:
     """One layer without a cache."""
     return layer(h_BTC, context)
-
-
-def run_depth_layer(
-    layer: DecoderLayer, h_BTC: Tensor, context: SequenceContext
-) -> tuple[Tensor, Mapping[str, Slot]]:
-    """One layer without a cache: (its output, what it leaves in the depth stream)."""
-    return layer.forward_in_depth(h_BTC, context)
 
 
 def run_choosing_layer(

@@ -22,7 +22,7 @@ class DepthVisit:
     """What one visit has to do with the stream.
 
     Attributes:
-        first, stop: it reads the slots from ``first`` to before ``stop``; equal where it reads none.
+        first, stop: it reads the slots from ``first`` to before ``stop``.
         writes: the sublayers of it that write, ``ATTENTION`` before ``FFN``.
         closes: what was written since the last such visit becomes a slot of each kind: its mean.
     """
@@ -135,7 +135,8 @@ def _counted(
     last: int,
 ) -> DepthPlan:
     """Count slots through all visits; a reader sees those of the ``last`` closed blocks."""
-    visits, kinds = [], []
+    visits: list[DepthVisit] = []
+    kinds: list[str] = []
     begins: list[int] = []  # the first slot of each closed block
     block: set[str] = set()
     for visit in range(num_visits):

@@ -5,9 +5,8 @@ B rows, T tokens, C hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +22,19 @@ from ltconvert.convert.mixers import (
     make_mixer,
 )
 from ltconvert.convert.mixers.attention import Attention, ZeroLinear
-from ltconvert.convert.mixers.moda import Slot, SlotProjection
+from ltconvert.convert.mixers.moda import SlotProjection
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import Rope
 from ltconvert.convert.students.blocks import (
     ChoosingCall,
     DecoderLayer,
-    DepthCall,
     LayerCall,
     run_choosing_layer,
-    run_depth_layer,
     run_layer,
 )
 from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.depth_layer import DepthCall
 from ltconvert.convert.students.depth_plan import FFN
 from ltconvert.convert.students.depth_stream import DepthStream
 from ltconvert.convert.students.exits import leaving, run_until_exit
@@ -102,6 +100,7 @@ class LT2Model(LT2PreTrainedModel):
     """
 
     layers: Any  # nn.ModuleList, whose entries mypy would take for plain modules
+    depth_schedule: Tensor
 
     def __init__(self, config: LT2Config) -> None:
         super().__init__(config)
@@ -125,7 +124,7 @@ class LT2Model(LT2PreTrainedModel):
         # Compiled ones while it trains.
         self.call_layer: LayerCall = run_layer
         self.call_choosing_layer: ChoosingCall = run_choosing_layer
-        self.call_depth_layer: DepthCall = run_depth_layer
+        self.call_depth_layer = DepthCall()
         self.prepare_depth()
         self.post_init()
 
@@ -280,14 +279,10 @@ class LT2Model(LT2PreTrainedModel):
         assert state.depth is not None
         layer, visit = self.layers[step.layer], state.depth.plan.visits[step.slot]
         context = replace(context, depth=state.depth.view(visit))
-        slots: Mapping[str, Slot]
-        if cache is not None:
-            cache_layer = cache.layers[step.slot]
-            h_BTC, slots = layer.forward_in_depth(state.h_BTC, context, cache_layer)
-        else:
-            h_BTC, slots = self._call(self.call_depth_layer, layer, state.h_BTC, context)
+        cache_layer = None if cache is None else cache.layers[step.slot]
+        h_BTC, slots = self._call(self.call_depth_layer, layer, state.h_BTC, context, cache_layer)
         state.depth.write(visit, slots)
-        return h_BTC
+        return cast(Tensor, h_BTC)
 
     def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
         """What a visit reads: the loop is said where it has tensors of its own."""

@@ -26,7 +26,7 @@ def depth_attention(
     keep_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``o = o_seq + s sigmoid(lse_depth + b - lse_seq) (o_depth - o_seq)`` (stand-in)."""
-    batch, length, heads, _ = q_BTHD.shape
+    _, length, heads, _ = q_BTHD.shape
     keys, groups = k_BSGD.shape[1:3]
     work = torch.promote_types(q_BTHD.dtype, torch.float32)
     q = q_BTHD.to(work)
