@@ -38,15 +38,19 @@ def inputs_of(
         return (size * torch.randn(*shape, generator=g)).to(DEVICE, dtype)
 
     def buffer() -> Tensor:
-        kept = normal(slots, batch, length, groups, width)
-        unused = torch.full_like(kept[:1], float("nan")).expand(spare, *kept.shape[1:])
-        return torch.cat([kept, unused]).permute(1, 2, 0, 3, 4)
+        x = normal(slots + spare, batch, length, groups, width)
+        x[slots:] = float("nan")
+        return x.permute(1, 2, 0, 3, 4)
 
     keys = (batch, past + length, groups, width)
     return {
-        "q": normal(batch, length, heads, width), "k": normal(*keys), "v": normal(*keys),
-        "depth_k": buffer(), "depth_v": buffer(), "bias": torch.randn(heads, generator=g).to(DEVICE),
-    }  # fmt: skip
+        "q": normal(batch, length, heads, width),
+        "k": normal(*keys),
+        "v": normal(*keys),
+        "depth_k": buffer(),
+        "depth_v": buffer(),
+        "bias": torch.randn(heads, generator=g).to(DEVICE),
+    }
 
 
 def results(call: Call, x: Inputs, dtype: torch.dtype | None = None) -> dict[str, Tensor | None]:
