@@ -9,6 +9,7 @@ CHUNK_TOKENS = 64
 MOST_WIDTH = 256
 MOST_CHANNEL_WIDTH = 128
 MOST_WINDOW_WIDTH_FP32 = 64  # what shared memory holds
+MOST_SHARED = 32
 MOST_TAPS = 8
 MOST_DECODED_ROWS = 16
 
@@ -55,6 +56,34 @@ def of_window_attention(
         return "it knows no padding"
     if len(made := {x.dtype for x in (q_BTHD, k_BSGD, v_BSGD)}) > 1:
         return f"q, k and v must have one dtype, got {', '.join(sorted(map(str, made)))}"
+    return of_precision(q_BTHD)
+
+
+def of_depth_attention(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    depth_k_BTNGD: Tensor,
+    depth_v_BTNGD: Tensor,
+    keep_BS: Tensor | None,
+) -> str | None:
+    """Those of the depth part."""
+    return of_depth_only_attention(q_BTHD, depth_k_BTNGD, depth_v_BTNGD)
+
+
+def of_depth_only_attention(
+    q_BTHD: Tensor, depth_k_BTNGD: Tensor, depth_v_BTNGD: Tensor
+) -> str | None:
+    """The same, width, query heads that share keys, and one precision."""
+    heads, width = q_BTHD.shape[2:]
+    if width > MOST_WIDTH:
+        return f"heads are up to {MOST_WIDTH} wide, got {width}"
+    if (shared := heads // depth_k_BTNGD.shape[3]) > MOST_SHARED:
+        return f"up to {MOST_SHARED} query heads share keys, got {shared}"
+    if len(made := {x.dtype for x in (q_BTHD, depth_k_BTNGD, depth_v_BTNGD)}) > 1:
+        return (
+            f"queries and depth keys must have one dtype, got {', '.join(sorted(map(str, made)))}"
+        )
     return of_precision(q_BTHD)
 
 
