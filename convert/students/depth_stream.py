@@ -150,9 +150,8 @@ class _Read(torch.autograd.Function):
 
 
 def _laid_out(slots: int, part_BTGD: Tensor) -> Tensor:
-    """An empty buffer [B, T, N, G, D]."""
-    batch, length, *rest = part_BTGD.shape
-    return part_BTGD.new_empty(batch, length, slots, *rest)
+    """An empty buffer [B, T, N, G, D], in memory slot by slot: so they are written, and read."""
+    return part_BTGD.new_empty(slots, *part_BTGD.shape).permute(1, 2, 0, 3, 4)
 
 
 def _mean(parts: Sequence[Tensor]) -> Tensor:

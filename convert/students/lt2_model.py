@@ -237,9 +237,13 @@ class LT2Model(LT2PreTrainedModel):
         """An empty depth stream for one pass; None where no layer reads one."""
         if self.depth_plan is None:
             return None
-        readers = (m.mixer for m in self.layers if isinstance(m.mixer, MixtureOfDepths))
-        names = dict.fromkeys(mixer.depth_rope_name for mixer in readers)
-        return DepthStream(self.depth_plan, context.rope, list(names), self.depth_schedule)
+        return DepthStream(self.depth_plan, context.rope, self.depth_ropes(), self.depth_schedule)
+
+    def depth_ropes(self) -> list[str | None]:
+        """Names of the positions at which layers read the depth stream, each once."""
+        mixers = [layer.mixer for layer in self.layers]
+        readers = [mixer for mixer in mixers if isinstance(mixer, MixtureOfDepths)]
+        return list(dict.fromkeys(mixer.depth_rope_name for mixer in readers))
 
     def run(
         self,

@@ -263,7 +263,8 @@ def test_full_layers_that_come_back_can_read_depth() -> None:
     restore_full(full, teacher, [0, 2])
     ids = tokens(2, 9)
     with torch.no_grad():
-        torch.testing.assert_close(student(ids).logits, full(ids).logits)
+        wanted = full(ids).logits
+        torch.testing.assert_close(student(ids).logits, wanted, atol=1e-4, rtol=0)
         assert all(layer.depth_proj is not None for layer in student.model.layers)
 
 
