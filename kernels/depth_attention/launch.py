@@ -95,7 +95,7 @@ def places(
     dv_NBTGD: Tensor | None,
     slots: int,
 ) -> tuple[tuple[Tensor, Tensor], bool]:
-    """Where slots' gradients go, [B, T, N, G, D] each: to storage (then True), or to new tensors."""
+    """Where slots' gradients go, [B, T, N, G, D] each: to storage (then True), or somewhere new."""
     if dk_NBTGD is not None and dv_NBTGD is not None:
         return (dk_NBTGD.permute(1, 2, 0, 3, 4), dv_NBTGD.permute(1, 2, 0, 3, 4)), True
     made = torch.empty_like(k_BTNGD), torch.empty_like(v_BTNGD)

@@ -75,7 +75,8 @@ def write_slot(slots: DepthSlots, at: int, k_BTGD: Tensor, v_BTGD: Tensor) -> De
     for x in (k_BTGD, v_BTGD):
         if x.shape != held.shape[1:] or x.dtype != held.dtype:
             raise ValueError(
-                f"slots hold {list(held.shape[1:])} of {held.dtype}, got {list(x.shape)} of {x.dtype}"
+                f"slots hold {list(held.shape[1:])} of {held.dtype}, got {list(x.shape)} of "
+                f"{x.dtype}"
             )
     if slots.gradients is None:
         slots.k_NBTGD[at].copy_(k_BTGD)
@@ -103,8 +104,8 @@ def _write(
     order: Tensor,
     at: int,
 ) -> Tensor:
-    k_NBTGD[at].copy_(k_BTGD)
-    v_NBTGD[at].copy_(v_BTGD)
+    for held, given in ((k_NBTGD, k_BTGD), (v_NBTGD, v_BTGD)):
+        held.data[at].copy_(given)  # through data: not counted as a new version
     return torch.zeros_like(order)
 
 
@@ -127,8 +128,8 @@ def _take(
     dk_NBTGD: Tensor, dv_NBTGD: Tensor, dorder: Tensor, at: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     dk, dv = dk_NBTGD[at].clone(), dv_NBTGD[at].clone()
-    dk_NBTGD[at].zero_()
-    dv_NBTGD[at].zero_()
+    dk_NBTGD.data[at].zero_()
+    dv_NBTGD.data[at].zero_()
     return dk, dv, torch.zeros_like(dorder)
 
 
@@ -178,7 +179,7 @@ def _give(
     dk_BTNGD: Tensor, dv_BTNGD: Tensor, dk_NBTGD: Tensor, dv_NBTGD: Tensor, order: Tensor
 ) -> Tensor:
     for given, held in ((dk_BTNGD, dk_NBTGD), (dv_BTNGD, dv_NBTGD)):
-        held[: given.shape[2]].add_(given.permute(2, 0, 1, 3, 4))
+        held.data[: given.shape[2]].add_(given.permute(2, 0, 1, 3, 4))
     return torch.zeros_like(order)
 
 

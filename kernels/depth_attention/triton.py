@@ -192,12 +192,13 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _backward(ctx: Any, do: Tensor, *others: Any) -> tuple[Any, ...]:
+    kept = ctx.saved_tensors  # checkpoints allow one look
     dq, dk, dv, ddepth_k, ddepth_v, dbias, dorder = _depth_attention_backward(
-        do, *ctx.saved_tensors, *ctx.options
+        do, *kept, *ctx.options
     )
-    _, _, _, _, _, bias, dk_NBTGD = ctx.saved_tensors[4:11]
-    of_depth = (ddepth_k, ddepth_v) if dk_NBTGD is None else (None, None)
-    of_others = None if bias is None else dbias, None, None, None if dk_NBTGD is None else dorder
+    bias, stored = kept[9] is not None, kept[10] is not None
+    of_depth = (None, None) if stored else (ddepth_k, ddepth_v)
+    of_others = dbias if bias else None, None, None, dorder if stored else None
     return dq, dk, dv, *of_depth, *of_others, *[None] * 7
 
 
@@ -250,7 +251,7 @@ def _depth_only_backward(
         q_BTHD, depth_k_BTNGD, depth_v_BTNGD, o_BTHD, do_BTHD.contiguous(), log_sum_BHT, dq,
         *ddepth, slots, scale, cap, dsum=dlog_sum_BHT.contiguous(), add=stored,
     )  # fmt: skip
-    return dq, *launch.returned(ddepth, q_BTHD, stored), torch.zeros_like(log_sum_BHT[0, 0, 0])
+    return dq, *launch.returned(ddepth, q_BTHD, stored), log_sum_BHT.new_zeros(())
 
 
 @_depth_only_backward.register_fake
@@ -270,10 +271,9 @@ def _keep_alone(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 
 def _backward_alone(ctx: Any, do: Tensor, dlog_sum: Tensor) -> tuple[Any, ...]:
-    dq, ddepth_k, ddepth_v, dorder = _depth_only_backward(
-        do, dlog_sum, *ctx.saved_tensors, *ctx.options
-    )
-    if ctx.saved_tensors[5] is None:
+    kept = ctx.saved_tensors
+    dq, ddepth_k, ddepth_v, dorder = _depth_only_backward(do, dlog_sum, *kept, *ctx.options)
+    if kept[5] is None:
         return dq, ddepth_k, ddepth_v, None, None, None, None, None, None
     return dq, None, None, None, None, dorder, None, None, None
 

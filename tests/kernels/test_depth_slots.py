@@ -26,7 +26,7 @@ BACKENDS = ["reference"]
 if importlib.util.find_spec("triton") and (GPU or os.environ.get("TRITON_INTERPRET") == "1"):
     BACKENDS.append("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
-LAYERS, SHAPE = 3, (2, 5, 2, 64)  # of a hidden state: batch, tokens, heads, width
+LAYERS, SHAPE = 3, (2, 3, 2, 16)  # of a hidden state: batch, tokens, heads, width
 Layer = Callable[[int, Tensor, Tensor, DepthSlots], tuple[Tensor, DepthSlots]]
 
 
@@ -73,19 +73,19 @@ def gradients_of(
     call: Callable[[Tensor, Tensor], Tensor], backend: str, times: int = 1
 ) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
-    weights = (torch.randn(LAYERS, 3, SHAPE[-1], SHAPE[-1], generator=g) / 8).to(DEVICE)
+    weights = (torch.randn(LAYERS, 3, SHAPE[-1], SHAPE[-1], generator=g) / 4).to(DEVICE)
     h = torch.randn(SHAPE, generator=g).to(DEVICE)
     leaves = [weights.requires_grad_(), h.requires_grad_()]
     with dispatch.use(depth_attention=backend):
         out = call(*leaves)
-        for _ in range(times):
-            found = torch.autograd.grad(out.square().sum(), leaves, retain_graph=True)
+        for left in range(times - 1, -1, -1):
+            found = torch.autograd.grad(out.square().sum(), leaves, retain_graph=left > 0)
     return [out.detach(), *found]
 
 
 def agree(found: list[Tensor], wanted: list[Tensor]) -> None:
     for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        assert (ours - theirs).norm() < 1e-4 * theirs.norm()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -115,7 +115,7 @@ def test_layers_may_be_compiled(backend: str) -> None:
 def test_without_gradients(backend: str) -> None:
     wanted, *_ = gradients_of(stacked, "reference")
     g = torch.Generator().manual_seed(0)
-    weights = (torch.randn(LAYERS, 3, SHAPE[-1], SHAPE[-1], generator=g) / 8).to(DEVICE)
+    weights = (torch.randn(LAYERS, 3, SHAPE[-1], SHAPE[-1], generator=g) / 4).to(DEVICE)
     h = torch.randn(SHAPE, generator=g).to(DEVICE)
     with dispatch.use(depth_attention=backend), torch.no_grad():
         agree([in_place(weights, h, layer, gradients=False)], [wanted])
@@ -127,6 +127,6 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="slots 0 to 1, got 2"):
         write_slot(slots, 2, x, x)
     with pytest.raises(
-        ValueError, match=r"slots hold \[2, 5, 2, 64\] of torch.float32, got \[1, 5"
+        ValueError, match=r"slots hold \[2, 3, 2, 16\] of torch.float32, got \[1, 3"
     ):
         write_slot(slots, 0, x[:1], x)
