@@ -66,9 +66,27 @@ def of_depth_attention(
     depth_k_BTNGD: Tensor,
     depth_v_BTNGD: Tensor,
     keep_BS: Tensor | None,
+    plain: bool,
 ) -> str | None:
-    """Those of the depth part."""
-    return of_depth_only_attention(q_BTHD, depth_k_BTNGD, depth_v_BTNGD)
+    """Those of the depth part, and of what attends to the sequence.
+
+    ``plain``: no documents, padding and soft cap. Padding among the queries' own tokens is taken
+    for documents.
+    """
+    limit = of_depth_only_attention(q_BTHD, depth_k_BTNGD, depth_v_BTNGD)
+    one_dtype = q_BTHD.dtype == k_BSGD.dtype == v_BSGD.dtype
+    if limit is not None or (plain and one_dtype and fused_attention_takes(q_BTHD)):
+        return limit
+    past = k_BSGD.shape[1] > q_BTHD.shape[1]
+    return of_window_attention(q_BTHD, k_BSGD, v_BSGD, keep_BS if past else None)
+
+
+def fused_attention_takes(q_BTHD: Tensor) -> bool:
+    """Whether PyTorch's fused attention runs on such heads, as far as the tensor says."""
+    half = q_BTHD.dtype in (torch.float16, torch.bfloat16)
+    width = q_BTHD.shape[3]
+    nvidia = q_BTHD.device.type == "cuda" and torch.version.hip is None
+    return nvidia and half and width % 8 == 0 and width <= MOST_WIDTH
 
 
 def of_depth_only_attention(

@@ -13,6 +13,21 @@ from torch import Tensor
 
 from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.depth_attention.checks import check_depth, check_merge, check_sequence
+from ltconvert.kernels.depth_attention.slots import (
+    DepthSlots,
+    SlotGradients,
+    new_slots,
+    write_slot,
+)
+
+__all__ = [
+    "DepthSlots",
+    "SlotGradients",
+    "depth_attention",
+    "depth_only_attention",
+    "new_slots",
+    "write_slot",
+]
 
 
 def depth_attention(
@@ -30,6 +45,7 @@ def depth_attention(
     soft_cap: float | None = None,
     segment_ids_BT: Tensor | None = None,
     keep_BS: Tensor | None = None,
+    gradients: SlotGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Causal attention merged with attention to the token's own first ``slots`` depth keys.
 
@@ -49,6 +65,8 @@ def depth_attention(
         segment_ids_BT: the document of each token, never the same again once it has changed; a
             query sees its own. Not with S > T.
         keep_BS: False at padding, which only padding itself sees.
+        gradients: of ``DepthSlots``, whose keys and values these are: they get no gradient here,
+            ``write_slot`` hands it to what was written.
 
     Returns:
         Outputs [B, T, H, D] in q's dtype, differentiable in q, k, v, depth_k, depth_v and bias. In
@@ -61,11 +79,14 @@ def depth_attention(
     check_sequence(q_BTHD, k_BSGD, v_BSGD, window, segment_ids_BT, keep_BS)
     check_depth(q_BTHD, depth_k_BTNGD, depth_v_BTNGD, slots, k_BSGD.shape[2])
     check_merge(q_BTHD, schedule, bias_H)
-    limit = limits.of_depth_attention(q_BTHD, k_BSGD, v_BSGD, depth_k_BTNGD, depth_v_BTNGD, keep_BS)
+    plain = soft_cap is None and segment_ids_BT is None and keep_BS is None
+    limit = limits.of_depth_attention(
+        q_BTHD, k_BSGD, v_BSGD, depth_k_BTNGD, depth_v_BTNGD, keep_BS, plain
+    )
     return dispatch.implementation("depth_attention", q_BTHD.device, limit).depth_attention(
         q_BTHD, k_BSGD, v_BSGD, depth_k_BTNGD, depth_v_BTNGD, slots=slots, scale=scale,
         schedule=schedule, bias_H=bias_H, window=window, soft_cap=soft_cap,
-        segment_ids_BT=segment_ids_BT, keep_BS=keep_BS,
+        segment_ids_BT=segment_ids_BT, keep_BS=keep_BS, gradients=gradients,
     )  # fmt: skip
 
 
@@ -77,6 +98,7 @@ def depth_only_attention(
     slots: int,
     scale: float,
     soft_cap: float | None = None,
+    gradients: SlotGradients | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each token to its own first ``slots`` depth keys.
 
@@ -94,5 +116,6 @@ def depth_only_attention(
         raise ValueError("attention to depth keys alone needs at least 1 slot, got 0")
     limit = limits.of_depth_only_attention(q_BTHD, depth_k_BTNGD, depth_v_BTNGD)
     return dispatch.implementation("depth_attention", q_BTHD.device, limit).depth_only_attention(
-        q_BTHD, depth_k_BTNGD, depth_v_BTNGD, slots=slots, scale=scale, soft_cap=soft_cap
-    )
+        q_BTHD, depth_k_BTNGD, depth_v_BTNGD, slots=slots, scale=scale, soft_cap=soft_cap,
+        gradients=gradients,
+    )  # fmt: skip

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from ltconvert.kernels.depth_attention.slots import SlotGradients, read_slots
 from ltconvert.kernels.window_attention import reference as sequence
 
 
@@ -27,6 +29,7 @@ def depth_attention(
     soft_cap: float | None,
     segment_ids_BT: Tensor | None,
     keep_BS: Tensor | None,
+    gradients: SlotGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ltconvert.kernels.depth_attention.depth_attention``."""
     o_BTHD, log_sum_BTH = sequence.window_attention(
@@ -37,8 +40,9 @@ def depth_attention(
         log_sum_BTH = log_sum_BTH.detach()
         return o_BTHD, log_sum_BTH, torch.zeros_like(log_sum_BTH)
     depth_o_BTHD, depth_sum_BTH = depth_only_attention(
-        q_BTHD, depth_k_BTNGD, depth_v_BTNGD, slots=slots, scale=scale, soft_cap=soft_cap
-    )
+        q_BTHD, depth_k_BTNGD, depth_v_BTNGD, slots=slots, scale=scale, soft_cap=soft_cap,
+        gradients=gradients,
+    )  # fmt: skip
     return merge(o_BTHD, log_sum_BTH, depth_o_BTHD, depth_sum_BTH, schedule, bias_H)
 
 
@@ -57,12 +61,15 @@ def merge(
         ahead_BTH = ahead_BTH + bias_H.to(work)
     if isinstance(schedule, Tensor):
         schedule = schedule.detach().to(ahead_BTH.device, work).reshape(())
+    else:
+        schedule = torch.full((), schedule, dtype=work, device=ahead_BTH.device)
     share_BTH = schedule * torch.sigmoid(ahead_BTH)
-    # 1 - share = 1 - schedule + schedule * sigmoid(-ahead): nothing cancels where it is tiny
-    rest_BTH = 1 - schedule + schedule * torch.sigmoid(-ahead_BTH.detach())
+    # log(1 - share) from 1 - schedule + schedule * sigmoid(-ahead): nothing cancels, or underflows
+    inside_BTH = schedule.log() + F.logsigmoid(-ahead_BTH.detach())
+    rest_BTH = torch.logaddexp((1 - schedule).log(), inside_BTH)
     gap_BTHD = depth_o_BTHD.to(work) - o_BTHD.to(work)
     merged_BTHD = (o_BTHD.to(work) + share_BTH[..., None] * gap_BTHD).to(o_BTHD.dtype)
-    return merged_BTHD, log_sum_BTH.detach() - rest_BTH.log(), share_BTH.detach()
+    return merged_BTHD, log_sum_BTH.detach() - rest_BTH, share_BTH.detach()
 
 
 def depth_only_attention(
@@ -73,11 +80,14 @@ def depth_only_attention(
     slots: int,
     scale: float,
     soft_cap: float | None,
+    gradients: SlotGradients | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``ltconvert.kernels.depth_attention.depth_only_attention``.
 
     Scores and weights are fp32, autocast or not.
     """
+    if gradients is not None:
+        depth_k_BTNGD, depth_v_BTNGD = read_slots(depth_k_BTNGD, depth_v_BTNGD, gradients, slots)
     with torch.autocast(q_BTHD.device.type, enabled=False):
         work = torch.promote_types(q_BTHD.dtype, torch.float32)
         q_BTGRD = q_BTHD.to(work).unflatten(2, (depth_k_BTNGD.shape[3], -1))
