@@ -147,11 +147,11 @@ def model_facts(config: LT2Config, cache_dtype: torch.dtype = torch.bfloat16) ->
 
 
 def _depth_width(model: LT2Model) -> int:
-    """Keys of each kind of positions and values, of all slots."""
+    """Keys and values of all slots, once for each kind of positions."""
     if model.depth_plan is None:
         return 0
     width = model.spec.num_key_value_heads * model.spec.head_dim
-    return model.depth_plan.slots * (len(model.depth_ropes()) + 1) * width
+    return model.depth_plan.slots * len(model.depth_ropes()) * 2 * width
 
 
 def count(module: nn.Module) -> int:

@@ -1,7 +1,6 @@
 """What every mixer of one forward pass shares: positions, padding, documents, masks.
 
-Shape letters: B rows, T new tokens, S cached and new tokens together, N slots of depth,
-G key/value heads, D head width.
+Shape letters: B rows, T new tokens, S cached and new tokens together, D head width.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from ltconvert.convert.mixers.flex import block_mask, fits
+from ltconvert.kernels.depth_attention import DepthSlots
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class DepthView:
     """What one visit of a layer sees of the depth stream, see ``students/depth_stream.py``.
 
     Attributes:
-        keys: [B, T, N, G, D] by the name of their positions; empty where nothing is read.
-        values: [B, T, N, G, D]; None where nothing is read.
+        slots: by the name of the positions of their keys; empty where nothing is read.
+        count: how many of them are read.
         schedule: scalar s of the merge, on the device.
         writes: the sublayers of this visit that leave a slot.
     """
 
-    keys: Mapping[str | None, Tensor]
-    values: Tensor | None
+    slots: Mapping[str | None, DepthSlots]
+    count: int
     schedule: Tensor
     writes: tuple[str, ...] = ()
 

@@ -98,15 +98,17 @@ class MixtureOfDepths(Attention):
     ) -> Tensor:
         """softmax over the sequence and the token's own slots, [B, H, T, D]."""
         view, keep_BS = context.depth, context.keep_BS
-        if view is None or view.values is None:
+        if view is None or not view.count:
             return super().attend(q_BHTD, k_BGSD, v_BGSD, context)
+        left = view.slots[self.depth_rope_name]
         o_BTHD, _, _ = depth_attention(
             q_BHTD.transpose(1, 2),
             k_BGSD.transpose(1, 2),
             v_BGSD.transpose(1, 2),
-            view.keys[self.depth_rope_name],
-            view.values,
-            slots=view.values.shape[2],
+            left.keys_BTNGD,
+            left.values_BTNGD,
+            slots=view.count,
+            gradients=left.gradients,
             scale=self.spec.attention_scale,
             schedule=view.schedule,
             bias_H=self.depth_bias,

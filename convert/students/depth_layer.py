@@ -89,7 +89,7 @@ class DepthCall:
     ) -> tuple[Tensor, Slots]:
         """(the stream [B, T, C], what the visit's sublayers leave)."""
         assert context.depth is not None
-        if context.depth.values is None:
+        if not context.depth.count:
             return self._whole(layer, h_BTC, context, cache_layer)  # type: ignore[no-any-return]
         return run_reading_layer(layer, h_BTC, context, cache_layer, self._before, self._after)
 

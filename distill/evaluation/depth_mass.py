@@ -138,9 +138,10 @@ def _weights(
     starts_B1n1 = context.starts(length)[:, None, at_n, None]
     first_BHn1 = scores.gather(-1, starts_B1n1.expand(*scores.shape[:3], 1))
     sink_BHn1, view = (first_BHn1 - log_sum_BHn1).exp(), context.depth
-    if not isinstance(mixer, MixtureOfDepths) or view is None or view.values is None:
+    if not isinstance(mixer, MixtureOfDepths) or view is None or not view.count:
         return sink_BHn1[..., :0], sink_BHn1[..., 0]
-    k_BGnND = view.keys[mixer.depth_rope_name][:, at_n].permute(0, 3, 1, 2, 4)
+    k_BTNGD = view.slots[mixer.depth_rope_name].keys_BTNGD[:, :, : view.count]
+    k_BGnND = k_BTNGD[:, at_n].permute(0, 3, 1, 2, 4)
     depth = exact_scores(q_BHnD[..., None, :], k_BGnND.repeat_interleave(group, dim=1), *how)
     depth_BHnN = depth[..., 0, :]
     ahead_BHn1 = depth_BHnN.logsumexp(-1, keepdim=True) - log_sum_BHn1

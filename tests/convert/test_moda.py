@@ -16,6 +16,7 @@ from ltconvert.convert.students.depth_plan import DepthVisit
 from ltconvert.convert.students.depth_stream import DepthStream
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.transfer import build_student, restore_full
+from ltconvert.kernels.depth_attention import DepthSlots
 
 MODA = ["moda"] * 3
 
@@ -202,25 +203,34 @@ def gradients(model: LT2ForCausalLM, ids: Tensor) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_gradients_are_those_of_slots_that_are_stacked_anew(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"depth_writers": "projected", "depth_bias": True},
+        {"depth_slots": "last:2"},
+        {"depth_slots": "mean:2"},
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_slots_that_are_stacked_anew(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The chain of reads and writes against autograd's own sums; numbers the same twice."""
-    options = {"depth_writers": "projected", "depth_bias": True}
     model = tiny_model(tiny_spec("smollm3", num_loops=2), MODA, **options).double()
     found, again = (gradients(model, tokens(2, 9)) for _ in range(2))
 
     class Stacked(DepthStream):
         def view(self, visit: DepthVisit) -> DepthView:
-            if not visit.reads:
-                return DepthView({}, None, self.schedule, visit.writes)
-            parts = [torch.stack(part, 2) for part in zip(*self.all, strict=True)]
-            keys = dict(zip(self.names, parts, strict=False))
-            return DepthView(keys, parts[-1], self.schedule, visit.writes)
+            slots = {}
+            for name in self.names if visit.reads else ():
+                read = self.all[visit.first : visit.stop]
+                placed = [(self._placed(k, name), v) for k, v in read]
+                slots[name] = DepthSlots(*map(torch.stack, zip(*placed, strict=True)), None)
+            return DepthView(slots, visit.stop - visit.first, self.schedule, visit.writes)
 
         def _put(self, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
-            self.all = getattr(self, "all", [])
-            parts = [self._positioned(k_BTGD, name) for name in self.names]
-            self.all.append((*parts, v_BTGD))
-            self.slots += 1
+            self.all = [*getattr(self, "all", []), (k_BTGD, v_BTGD)]
+            self.written += 1
 
     monkeypatch.setattr(lt2_model, "DepthStream", Stacked)
     wanted = gradients(model, tokens(2, 9))

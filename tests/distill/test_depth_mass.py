@@ -43,8 +43,8 @@ def written_out(model: LT2ForCausalLM) -> list[dict[str, float]]:
                 for head in range(spec.num_attention_heads):
                     g = head // 2
                     keys = [*k[b, g, first : t + 1]]
-                    if view.values is not None:
-                        keys += [*view.keys["default"][b, t, :, g]]
+                    if view.count:
+                        keys += [*view.slots["default"].keys_BTNGD[b, t, : view.count, g]]
                     weights = (torch.stack(keys) @ q[b, head, t] * spec.attention_scale).softmax(0)
                     slots = weights[t + 1 - first :]
                     sums["attention"] += float(slots[::2].sum())

@@ -132,7 +132,7 @@ def test_a_depth_stream_is_counted_as_it_is_made(family: str) -> None:
     model.model.depth_stream = lambda context: made.append(make_stream(context)) or made[-1]
     model(tokens(1, length)).logits.sum().backward()
     (stream,) = made
-    held = [*stream._buffers.values, *stream._buffers.gradients]
+    held = [x for s in stream.slots.values() for x in (s.k_NBTGD, s.v_NBTGD, *s.gradients[:2])]
     assert sum(x.nbytes for x in held) == 2 * 4 * models.hybrid.depth_width * length
     plain = models_of(recipe(student={"mixer": "full"}), spec)
     less = stage_memory("logits", recipe(student={"mixer": "full"}), plain, "fp32")
