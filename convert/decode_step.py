@@ -24,6 +24,7 @@ from ltconvert.convert.mixers.attention import Attention
 from ltconvert.convert.mixers.dsa import SparseAttention
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
 from ltconvert.convert.mixers.linear import LinearMixer
+from ltconvert.convert.mixers.moda import MixtureOfDepths
 from ltconvert.convert.mixers.nsa import BlockSparseAttention
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.exits import Leaving, core_layers, leaving
@@ -154,7 +155,7 @@ def layer_step(layer: DecoderLayer) -> LayerStep:
         return SparseAttentionStep(layer)
     if isinstance(mixer, BlockSparseAttention):
         return BlockSparseAttentionStep(layer)
-    if isinstance(mixer, Attention):
+    if isinstance(mixer, Attention) and not isinstance(mixer, MixtureOfDepths):
         return AttentionStep(layer)
     if isinstance(mixer, WindowedGatedDeltaNet):
         return WindowedGatedDeltaNetStep(layer)

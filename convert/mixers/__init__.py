@@ -17,6 +17,7 @@ from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
 from ltconvert.convert.mixers.kda import KimiDeltaAttention
 from ltconvert.convert.mixers.linear import LinearMixer
 from ltconvert.convert.mixers.mamba2 import Mamba2
+from ltconvert.convert.mixers.moda import MixtureOfDepths
 from ltconvert.convert.mixers.nsa import BlockSparseAttention
 from ltconvert.convert.mixers.retnet import Retention
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -32,9 +33,10 @@ MIXERS: dict[str, type[Projections]] = {
     "retnet": Retention,
     "dsa": SparseAttention,
     "nsa": BlockSparseAttention,
+    "moda": MixtureOfDepths,
 }
 
-__all__ = ["MIXERS", "Projections", "SequenceContext", "make_mixer"]
+__all__ = ["MIXERS", "MixtureOfDepths", "Projections", "SequenceContext", "make_mixer"]
 
 
 def make_mixer(
@@ -49,6 +51,9 @@ def make_mixer(
     index_heads: int,
     block_tokens: int,
     chosen_blocks: int,
+    depth_writers: str,
+    depth_rope: bool,
+    depth_bias: bool,
 ) -> Projections:
     """A mixer for one physical layer.
 
@@ -72,4 +77,10 @@ def make_mixer(
         return WindowedGatedDeltaNet(spec, layer, conv_size=conv_size, window=narrow)
     if kind == "window":
         return WindowAttention(spec, layer, window=narrow, sdpa_gate=False)
+    if kind == "moda":
+        projected = depth_writers == "projected"
+        return MixtureOfDepths(
+            spec, layer, window=window, sdpa_gate=sdpa_gate,
+            rope=depth_rope, bias=depth_bias, projected=projected,
+        )  # fmt: skip
     return Attention(spec, layer, window=window, sdpa_gate=sdpa_gate)

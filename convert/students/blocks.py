@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ltconvert.convert.mixers import Projections, SequenceContext
+from ltconvert.convert.mixers.moda import SlotProjection
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -39,7 +40,12 @@ class DecoderLayer(nn.Module):
 
     The branches are methods, since the alignment of a mixer needs what goes into it and what it
     adds to the residual stream.
+
+    Attributes:
+        depth_proj: what the MLP's input leaves in a depth stream; None where it leaves nothing.
     """
+
+    depth_proj: SlotProjection | None
 
     def __init__(self, spec: TeacherSpec, layer: int, mixer: Projections) -> None:
         super().__init__()
@@ -57,6 +63,7 @@ class DecoderLayer(nn.Module):
         self.pre_mlp_norm = norm(before)
         self.mlp = GatedMLP(spec, layer)
         self.post_mlp_norm = norm(after)
+        self.depth_proj = None
 
     def mixer_input(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """What the mixer reads."""
@@ -68,8 +75,15 @@ class DecoderLayer(nn.Module):
 
     def mlp_branch(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """The MLP's contribution to the residual stream, [B, T, C]."""
-        y_BTC = self.mlp(_normed(self.pre_mlp_norm, h_BTC, loop), loop)
-        return _normed(self.post_mlp_norm, y_BTC, loop)
+        return self.mlp_contribution(self.mlp_input(h_BTC, loop), loop)
+
+    def mlp_input(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """What the MLP reads."""
+        return _normed(self.pre_mlp_norm, h_BTC, loop)
+
+    def mlp_contribution(self, x_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """What the MLP makes of its input and adds to the residual stream."""
+        return _normed(self.post_mlp_norm, self.mlp(x_BTC, loop), loop)
 
     def forward(
         self,

@@ -6,7 +6,7 @@ B rows, T tokens, C hidden width.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
+from ltconvert.convert.mixers import (
+    MixtureOfDepths,
+    Projections,
+    SequenceContext,
+    make_mixer,
+)
 from ltconvert.convert.mixers.attention import Attention, ZeroLinear
+from ltconvert.convert.mixers.moda import SlotProjection
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import Rope
@@ -28,6 +34,9 @@ from ltconvert.convert.students.blocks import (
     run_layer,
 )
 from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.depth_layer import DepthCall
+from ltconvert.convert.students.depth_plan import FFN
+from ltconvert.convert.students.depth_stream import DepthStream
 from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
@@ -83,9 +92,15 @@ class LT2PreTrainedModel(PreTrainedModel):
 
 
 class LT2Model(LT2PreTrainedModel):
-    """Embeddings, the looped layers and the final norm."""
+    """Embeddings, the looped layers and the final norm.
+
+    Attributes:
+        depth_schedule: where layers read a depth stream, the scalar s of their merge: 0 is the
+            teacher. Training moves it to 1; it is saved with the weights.
+    """
 
     layers: Any  # nn.ModuleList, whose entries mypy would take for plain modules
+    depth_schedule: Tensor
 
     def __init__(self, config: LT2Config) -> None:
         super().__init__(config)
@@ -109,7 +124,27 @@ class LT2Model(LT2PreTrainedModel):
         # Compiled ones while it trains.
         self.call_layer: LayerCall = run_layer
         self.call_choosing_layer: ChoosingCall = run_choosing_layer
+        self.call_depth_layer = DepthCall()
+        self.prepare_depth()
         self.post_init()
+
+    def prepare_depth(self) -> list[int]:
+        """Make what the depth stream needs and is not there; once more when mixers have changed.
+
+        Returns:
+            The layers that got a ``depth_proj``, whose weights are random.
+        """
+        self.depth_plan = self.config.depth_plan()
+        if self.depth_plan is None:
+            return []
+        if not hasattr(self, "depth_schedule"):
+            self.register_buffer("depth_schedule", torch.zeros((), device=self.device))
+        visits = zip(self.schedule, self.depth_plan.visits, strict=True)
+        writing = {step.layer for step, visit in visits if FFN in visit.writes}
+        new = [layer for layer in sorted(writing) if self.layers[layer].depth_proj is None]
+        for layer in new:
+            self.layers[layer].depth_proj = SlotProjection(self.spec)
+        return new
 
     def make_mixer(self, kind: str, layer: int) -> Projections:
         """A new mixer for one physical layer with this model's options."""
@@ -125,6 +160,9 @@ class LT2Model(LT2PreTrainedModel):
             index_heads=config.index_heads,
             block_tokens=config.block_tokens,
             chosen_blocks=config.chosen_blocks,
+            depth_writers=config.depth_writers,
+            depth_rope=config.depth_rope,
+            depth_bias=config.depth_bias,
         )
 
     def new_cache(self, loop_cache: str | None = None) -> LoopCache:
@@ -192,8 +230,20 @@ class LT2Model(LT2PreTrainedModel):
         return {mixer.window for mixer in mixers if isinstance(mixer, Attention)}
 
     def start(self, h_BTC: Tensor) -> LoopState:
-        """The state before the first visit."""
+        """The state before the first visit, without a depth stream."""
         return LoopState(h_BTC, h_BTC)
+
+    def depth_stream(self, context: SequenceContext) -> DepthStream | None:
+        """An empty depth stream for one pass; None where no layer reads one."""
+        if self.depth_plan is None:
+            return None
+        return DepthStream(self.depth_plan, context.rope, self.depth_ropes(), self.depth_schedule)
+
+    def depth_ropes(self) -> list[str | None]:
+        """Names of the positions at which layers read the depth stream, each once."""
+        mixers = [layer.mixer for layer in self.layers]
+        readers = [mixer for mixer in mixers if isinstance(mixer, MixtureOfDepths)]
+        return list(dict.fromkeys(mixer.depth_rope_name for mixer in readers))
 
     def run(
         self,
@@ -215,7 +265,9 @@ class LT2Model(LT2PreTrainedModel):
         """One visit of one layer, with what opens and closes its loop."""
         state = self.enter(step, state)
         layer, context = self.layers[step.layer], self.context_of(step, context)
-        if cache is not None:
+        if state.depth is not None and state.depth.plan.visits[step.slot].takes_part:
+            h_BTC = self._visit_in_depth(step, state, context, cache)
+        elif cache is not None:
             h_BTC = layer(state.h_BTC, context, cache.layers[step.slot])
         elif context.learns_choice and layer.mixer.chooses:
             h_BTC, loss = self._call(self.call_choosing_layer, layer, state.h_BTC, context)
@@ -223,6 +275,18 @@ class LT2Model(LT2PreTrainedModel):
         else:
             h_BTC = self._call(self.call_layer, layer, state.h_BTC, context)
         return self.leave(step, state.with_stream(h_BTC))
+
+    def _visit_in_depth(
+        self, step: Step, state: LoopState, context: SequenceContext, cache: LoopCache | None
+    ) -> Tensor:
+        """One layer that reads the depth stream, writes to it, or both: [B, T, C]."""
+        assert state.depth is not None
+        layer, visit = self.layers[step.layer], state.depth.plan.visits[step.slot]
+        context = replace(context, depth=state.depth.view(visit))
+        cache_layer = None if cache is None else cache.layers[step.slot]
+        h_BTC, slots = self._call(self.call_depth_layer, layer, state.h_BTC, context, cache_layer)
+        state.depth.write(visit, slots)
+        return cast(Tensor, h_BTC)
 
     def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
         """What a visit reads: the loop is said where it has tensors of its own."""
@@ -305,7 +369,7 @@ class LT2Model(LT2PreTrainedModel):
             past_length=0 if cache is None else cache.num_tokens,
         )
         context.learns_choice = learns_choice
-        state = self.start(h_BTC)
+        state = replace(self.start(h_BTC), depth=self.depth_stream(context))
         if leaves is not None and cache is not None and cache.num_tokens and h_BTC.shape[1] == 1:
             state = run_until_exit(self, state, context, cache, leaves)
         else:

@@ -43,6 +43,8 @@ _SAVED_BESIDE_GDN = {"kda": 12, "mamba2": 12, "retnet": 16}
 # whose scores stand in memory in plain PyTorch.
 _SAVED_WINDOW = {"fp32": 21, "bf16": 17}
 _SAVED_SCORE = 24
+# Outputs of both parts of mixture-of-depths attention; counted, not measured.
+_SAVED_DEPTH = {"fp32": 8, "bf16": 4}
 _LIVE_FORWARD = 6  # tensors of the widest kind alive in a forward pass that keeps nothing
 
 Parts = dict[str, int]
@@ -191,14 +193,18 @@ def _chunk(vocab: int, tokens: int, precision: str, device: str) -> int:
 def _kept(
     settings: LogitsSettings, spec: TeacherSpec, student: ModelFacts, precision: str, device: str
 ) -> int:
-    """What the forward pass keeps for the backward pass, bytes a token."""
+    """What the forward pass keeps for the backward pass, bytes a token.
+
+    A depth stream and its gradients stay, however much else is computed again.
+    """
     backend, _ = dispatch.choose("window_attention", dispatch.asked_for("window_attention"), device)
     scores = backend == "reference"
     layers = [(x.visits, saved_bytes(spec, x, precision, scores=scores)) for x in student.layers]
+    stream = 2 * student.depth_width * (BF16 if precision == "bf16" else FP32)
     if not settings.gradient_checkpointing:
-        return sum(visits * saved for visits, saved in layers)
+        return stream + sum(visits * saved for visits, saved in layers)
     inputs = sum(visits for visits, _ in layers) * spec.hidden_size * FP32
-    return inputs + max(saved for _, saved in layers)
+    return stream + inputs + max(saved for _, saved in layers)
 
 
 def saved_bytes(
@@ -217,6 +223,8 @@ def saved_bytes(
         total += _SAVED_WINDOW[precision] * width
         if scores:
             total += _SAVED_SCORE * layer.window * spec.num_attention_heads
+    if layer.mixer == "moda":
+        total += _SAVED_DEPTH[precision] * width
     if spec.qk_norm is not None:
         total += _SAVED_QK_NORM * width
     _, rank = spec.own_tensors(layer.layer)

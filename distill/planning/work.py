@@ -179,6 +179,7 @@ def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) 
         flops += width * (within * CHUNK_TOKENS + 2 * across * spec.head_dim)
     if not MIXERS[facts.mixer].keeps_keys:
         return flops
+    flops += 4 * width * facts.depth_slots
     limits = [x for x in (facts.window, facts.attended) if x is not None]
     return (
         flops + 4 * width * min([length / 2, *limits]) + _choosing_flops(model, spec, layer, length)
