@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ltconvert.convert.dropping import count_dropped, drop_layers
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -20,8 +21,10 @@ from ltconvert.convert.transfer import (
     restore_full,
     student_options,
 )
+from ltconvert.distill.damage import least_damage
 from ltconvert.distill.data import Batch, PackedStream
 from ltconvert.distill.input_squares import input_squares
+from ltconvert.distill.planning.models import shortened
 from ltconvert.distill.processes import wait_for_everyone
 from ltconvert.distill.records import StageRecord, read_record, versions
 from ltconvert.distill.run_identity import chain, check_owner, check_same_run, fingerprint
@@ -61,7 +64,7 @@ class Lineage:
         Raises:
             UserError: names what differs.
         """
-        self._origin_spec()
+        shortened(self._origin_spec(), self.recipe.student.drop_layers)
         check_owner(self.shelf.run_dir, self.recipe, self.teacher, self.precision)
         parts = chain(self.recipe, self.teacher, self.precision, self.recipe.stages)
         for stage, depends_on in parts.items():
@@ -92,20 +95,36 @@ class Lineage:
         return self.recipe.student.loop_start is not None
 
     def initial_student(self) -> LT2ForCausalLM:
-        """The looped form of a dense teacher where one is made, else the converted student."""
+        """The looped form of a dense teacher where one is made, or a shorter one, else the converted
+        student.
+        """
+        if self.recipe.student.drop_layers:
+            return drop_layers(self.teacher.model, self.dropped()).eval()
         return self._tied() if self.ties else self._converted()
+
+    def dropped(self) -> list[int]:
+        """The teacher's layers that the student leaves out; chosen once, as the start notes."""
+        settings, start = self.recipe.student, self.records[START]
+        wanted = settings.drop_layers
+        if isinstance(wanted, list):
+            return sorted(wanted)
+        if wanted and "dropped" not in start.facts:
+            count = count_dropped(wanted, self.teacher.spec.num_layers)
+            rows = self._calibration_rows(settings.drop_calibration_tokens)
+            start.facts["dropped"] = least_damage(self.teacher.model, rows, count)
+        return list(start.facts.get("dropped", []))
 
     def _tied(self) -> LT2ForCausalLM:
         settings, squares = self.recipe.student, None
         if settings.loop_calibration_tokens and settings.loop_rank:
             first, outside = settings.prelude_layers or 0, settings.coda_layers or 0
             layers = range(first, self.teacher.spec.num_layers - outside)
-            squares = input_squares(self.teacher.model, self._calibration_rows(), layers)
+            rows = self._calibration_rows(settings.loop_calibration_tokens)
+            squares = input_squares(self.teacher.model, rows, layers)
         return origin_model(self.teacher.model, settings.model_dump(), squares).eval()
 
-    def _calibration_rows(self) -> Iterator[Batch]:
+    def _calibration_rows(self, tokens: int) -> Iterator[Batch]:
         """The first training rows, the same in every process."""
-        tokens = self.recipe.student.loop_calibration_tokens
         length = min(self.recipe.loop.seq_len_tokens, tokens)
         stream = PackedStream(
             self.recipe.data,
@@ -194,6 +213,7 @@ class Lineage:
             "stage": stage,
             "stage_hash": fingerprint(self.records[stage].depends_on),
             "selection": self.selection(),
+            "dropped_layers": self.dropped(),
             "stages": {name: r.history() for name, r in self.records.items() if r.finished},
             "precision": self.precision,
             "versions": versions(),

@@ -178,7 +178,7 @@ class Pipeline:
             teacher, student, self._rows(), precision=self.lineage.precision
         )
         record.scored_with = summary.scoring(self.recipe)
-        record.facts = facts | {"wall_seconds": time.perf_counter() - began}
+        record.facts |= facts | {"wall_seconds": time.perf_counter() - began}
         record.status, record.versions = "finished", versions()
         if is_main_process():
             record.write(self.shelf.folder(record.stage))

@@ -127,6 +127,15 @@ class StudentSettings(Settings):
         ),
     )
 
+    drop_layers: int | float | list[int] = Field(
+        0,
+        description="leave out layers of the teacher, and convert nothing: a share, a count (those"
+        " whose loss alone costs least KL), or a list",
+    )
+    drop_calibration_tokens: int = Field(
+        16_384, gt=0, description="with `drop_layers`: tokens of text on which that is measured"
+    )
+
     @property
     def kinds(self) -> list[Mixer]:
         """The mixers of converted layers, each once or, where they take turns, in their order."""
@@ -195,6 +204,23 @@ class StudentSettings(Settings):
             raise ValueError(
                 f"with student.mixer moda, student.full_layers {self.full_layers} would choose"
                 " nothing: set it to 0, or list the layers that do not read depth"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dropping_converts_nothing(self) -> Self:
+        """A shorter teacher is a yardstick, and looping or converting it would be another one."""
+        dropped = self.drop_layers
+        if isinstance(dropped, int | float) and (
+            dropped < 0 or (isinstance(dropped, float) and dropped >= 1)
+        ):
+            raise ValueError(
+                f"student.drop_layers is {dropped}; expected a share in [0, 1), a count, or a list"
+            )
+        if dropped and (self.kinds != ["full"] or self.loop_start is not None):
+            raise ValueError(
+                "student.drop_layers shortens the teacher and converts nothing: set student.mixer"
+                " to full, and leave out student.loop_start"
             )
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ltconvert.convert.dropping import count_dropped, shortened_spec
 from ltconvert.convert.inspect import LayerFacts, ModelFacts, model_facts
 from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.lt2 import LT2Config
@@ -19,8 +20,8 @@ class Models:
     """Sizes of everything that a recipe makes of a teacher.
 
     Attributes:
-        spec: the architecture whose layers are converted: the teacher's, or that of the looped
-            model that a recipe first makes of a dense one.
+        spec: the architecture whose layers are converted: the teacher's, that of the looped model
+            that a recipe first makes of a dense one, or of the teacher without some layers.
         keep: layers that stay full.
         origin: the model of ``spec``, all layers full.
         ties: whether that is another one than the teacher.
@@ -62,7 +63,7 @@ def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
     """
     student = recipe.student
     teacher = model_facts(LT2Config.from_spec(spec))
-    spec = origin_spec(spec, student.model_dump())
+    spec = shortened(origin_spec(spec, student.model_dump()), student.drop_layers)
     origin = model_facts(LT2Config.from_spec(spec))
     full = student.full(spec.num_layers)
     keep = count_full_layers(full, spec.num_layers)
@@ -83,3 +84,12 @@ def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
         linear=facts(listed),
         hybrid=facts(kept),
     )
+
+
+def shortened(spec: TeacherSpec, wanted: int | float | list[int]) -> TeacherSpec:
+    """Without the layers that are left out; evenly spaced ones stand for those not yet chosen."""
+    count = count_dropped(wanted, spec.num_layers)
+    if not count:
+        return spec
+    layers = wanted if isinstance(wanted, list) else uniform_layers(count, spec.num_layers)
+    return shortened_spec(spec, layers)

@@ -86,6 +86,8 @@ def layers(run: RunFolder) -> Section:
         for kind, which in sorted(kinds.items()):
             share = f"{len(which)} of {len(mixers)} layers"
             section.text.append(f"{kind}: {share}, {runs(which)}")
+        if dropped := (run.provenance or {}).get("dropped_layers"):
+            section.text.append(f"Layers of the teacher that were left out: {runs(dropped)}")
         if run.loops > 1:
             first, end = run.core
             who = (

@@ -1,0 +1,72 @@
+"""A toy teacher loses a layer and learns its logits back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_case import convert, make_case
+from pydantic import ValidationError
+
+from ltconvert.convert.checkpoint import load_student
+from ltconvert.convert.teachers.load import Teacher, load_teacher
+from ltconvert.distill.damage import least_damage
+from ltconvert.distill.pipeline import PipelineResult
+from ltconvert.distill.planning.models import models_of
+from ltconvert.errors import UserError
+from ltconvert.recipes.schema import Recipe
+
+DROP: dict[str, Any] = {"mixer": "full", "full_layers": 1.0, "drop_calibration_tokens": 256}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("case")
+    make_case(folder, tiny_tokenizer, "qwen3")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(case: Path) -> Teacher:
+    return load_teacher(str(case / "teacher"))
+
+
+def test_layers_are_chosen_once_and_noted(
+    case: Path, teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counting(*given: Any) -> list[int]:
+        calls.append(1)
+        return least_damage(*given)
+
+    monkeypatch.setattr("ltconvert.distill.lineage.least_damage", counting)
+    settings = DROP | {"drop_layers": 1}
+    first: PipelineResult = convert(teacher, case, tmp_path / "out", student=settings)
+    again = convert(teacher, case, tmp_path / "out", student=settings)
+    assert len(calls) == 1
+    kl = {row["stage"]: row["kl"] for row in again.rows}
+    assert list(kl) == ["start", "logits", "longctx"] and kl["logits"] < kl["start"]
+    assert load_student(first.student_dir).config.num_layers == 2
+    noted = json.loads((first.student_dir / "provenance.json").read_text())["dropped_layers"]
+    assert len(noted) == 1
+    start = json.loads((tmp_path / "out/stages/start/stage.json").read_text())
+    assert start["facts"]["dropped"] == noted
+
+
+def test_the_plan_counts_what_is_left(teacher: Teacher) -> None:
+    recipe = Recipe(name="drop", student=DROP | {"drop_layers": [0]})
+    models = models_of(recipe, teacher.spec)
+    layer = models.teacher.layers[0].parameters
+    assert models.hybrid.parameters == models.teacher.parameters - layer
+
+
+def test_mistakes_are_refused_before_any_work(case: Path, teacher: Teacher, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="names layer 7"):
+        convert(teacher, case, tmp_path / "out", student=DROP | {"drop_layers": [7]})
+    with pytest.raises(ValidationError, match=r"set student\.mixer to full"):
+        Recipe(name="drop", student={"drop_layers": 1})
+    with pytest.raises(ValidationError, match="expected a share"):
+        Recipe(name="drop", student=DROP | {"drop_layers": 1.0})
