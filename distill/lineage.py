@@ -95,9 +95,7 @@ class Lineage:
         return self.recipe.student.loop_start is not None
 
     def initial_student(self) -> LT2ForCausalLM:
-        """The looped form of a dense teacher where one is made, or a shorter one, else the converted
-        student.
-        """
+        """The converted student, or what comes in its place: a looped form, or a shorter one."""
         if self.recipe.student.drop_layers:
             return drop_layers(self.teacher.model, self.dropped()).eval()
         return self._tied() if self.ties else self._converted()

@@ -1,36 +1,43 @@
-"""The Dreamer whose parameters, arithmetic and memory are those of another model.
+"""The shape whose parameters, arithmetic and memory are those of another model.
 
-Only matched models can be compared (arXiv 2601.21582): one that is deeper, has more experts or uses
-more of them is better for that alone. Bivariate coordinate descent: the shape's numbers move two at
-a time, to the best of all pairs of values around, until no pair of numbers finds better. One at a
-time gets stuck, since most single steps mend one quantity by spoiling another (an expert more is
-parameters without arithmetic, a deeper model is both, and memory).
+Only matched models can be compared: one that is deeper, has more experts or uses more of them is
+better for that alone. Bivariate coordinate descent, after arXiv 2601.21582: the shape's numbers
+move two at a time, to the best of all pairs of values around them, until no pair finds better. One
+at a time gets stuck, since a step mends one quantity and spoils another (an expert more is
+parameters without arithmetic, a depth more is arithmetic and memory).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, Self, TypeVar
 
 from ltconvert.distill.planning.footprint import Footprint
 from ltconvert.errors import UserError
 
 QUANTITIES = ("parameters", "flops", "memory_bytes")
-# How far one move looks: near values one by one, far ones sparsely.
-_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-# Of shapes that match equally well the one nearest to the start: too little to outweigh a match.
-_NEARNESS = 1e-5
+_NEAR = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # near values one by one, far ones sparsely
+STEPS = (*(-step for step in _NEAR), 0, *_NEAR)
+# Of shapes that match alike the nearest to the start: too little to outweigh a match.
+NEARNESS = 1e-5
 
 
 class Shape(Protocol):
-    """A frozen dataclass of numbers, each a positive integer in steps of its own."""
+    """Numbers that say how large a model is."""
 
-    def footprint(self, context_tokens: int) -> Footprint: ...
+    def number(self, name: str) -> int:
+        """One of them, above 0."""
+        ...
 
-    def values(self, name: str, steps: Collection[int]) -> list[int]: ...
+    def moved(self, name: str, steps: int) -> Self | None:
+        """The shape with one number so many steps larger; None where there is no such shape."""
+        ...
+
+    def footprint(self, context_tokens: int) -> Footprint:
+        """What it costs in rows of so many tokens."""
+        ...
 
 
 S = TypeVar("S", bound=Shape)
@@ -41,44 +48,43 @@ def mismatch(found: Footprint, target: Footprint) -> float:
     return sum(math.log(getattr(found, name) / getattr(target, name)) ** 2 for name in QUANTITIES)
 
 
-def match(start: S, target: Footprint, free: Collection[str], context_tokens: int) -> S:
+def match(start: S, target: Footprint, free: Sequence[str], context_tokens: int) -> S:
     """The shape nearest to ``target``, found from ``start``.
 
     Args:
-        free: names of the shape's numbers that may change; the others are held.
-        context_tokens: rows in which arithmetic and memory are counted.
+        free: names of the numbers that may change; the others are held.
 
     Raises:
-        UserError: nothing is left to change.
+        UserError: no number is free.
     """
     if not free:
         raise UserError("every number of the shape is held; leave at least one free")
 
     def cost(shape: S) -> float:
-        distance = sum(math.log(getattr(shape, n) / getattr(start, n)) ** 2 for n in free)
-        return mismatch(shape.footprint(context_tokens), target) + _NEARNESS * distance
+        moved = sum(math.log(shape.number(name) / start.number(name)) ** 2 for name in free)
+        return mismatch(shape.footprint(context_tokens), target) + NEARNESS * moved
 
-    best = _descend(start, cost, sorted(free))
-    return best
+    return _descend(start, cost, free)
 
 
-def _descend(start: S, cost: Callable[[S], float], free: list[str]) -> S:
-    pairs = list(itertools.combinations(free, 2)) or [(free[0], free[0])]
-    best, least, improved = start, cost(start), True
-    while improved:
-        improved = False
-        for pair in pairs:
-            found = min(_around(best, pair), key=cost)
+def _descend(start: S, cost: Callable[[S], float], free: Sequence[str]) -> S:
+    pairs = list(itertools.combinations(free, 2)) or [(free[0],)]
+    best, least, before = start, cost(start), math.inf
+    while least < before:
+        before = least
+        for names in pairs:
+            found = min(_around(best, names), key=cost)
             if cost(found) < least:
-                best, least, improved = found, cost(found), True
+                best, least = found, cost(found)
     return best
 
 
-def _around(shape: S, names: tuple[str, str]) -> Iterator[S]:
-    """All pairs of values around those of a shape, its own included."""
-    steps = sorted({0, *_STEPS, *(-s for s in _STEPS)})
-    first, second = (shape.values(name, steps) for name in names)
-    for values in itertools.product(first, second):
-        changed = replace(shape, **dict(zip(names, values, strict=True)))  # type: ignore[type-var]
-        if changed.sound:
-            yield changed
+def _around(shape: S, names: tuple[str, ...]) -> Iterator[S]:
+    """All shapes that differ in these numbers by some of STEPS, itself among them."""
+    if not names:
+        yield shape
+        return
+    for steps in STEPS:
+        moved = shape.moved(names[0], steps)
+        if moved is not None:
+            yield from _around(moved, names[1:])
