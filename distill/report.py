@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ltconvert.distill.records import write_whole
-from ltconvert.distill.reporting import depth_section, evaluation_sections, run_sections
+from ltconvert.distill.reporting import (
+    depth_section,
+    evaluation_sections,
+    routing_section,
+    run_sections,
+)
 from ltconvert.distill.reporting.run_folder import RunFolder, read_run
 from ltconvert.distill.reporting.tables import NOT_RUN, Section, number, percent, runs
 
@@ -64,6 +69,7 @@ def all_sections(run: RunFolder) -> list[Section]:
         evaluation_sections.decode(run),
         *([evaluation_sections.loops(run)] if run.part("loops") else []),
         *([depth_section.depth(run)] if run.part("depth") else []),
+        *([routing_section.routing(run)] if run.part("routing") else []),
         run_sections.layers(run),
         run_sections.selection(run),
         run_sections.training(run),

@@ -85,6 +85,7 @@ class Usage:
             "depths": self.depths_E(),
             "reused_share": self.reused_share(),
             "reused_depths": REUSED_DEPTHS,
+            "least_share": LEAST_SHARE,
             "imbalance": self.imbalance(),
             "load": (self.chosen_DE / max(self.tokens, 1)).tolist(),
         }

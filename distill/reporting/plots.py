@@ -28,7 +28,7 @@ COLOURS = {
 OTHER_COLOUR = "#b0b0b0"
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
+def figure_of(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure of its own: nothing of pyplot's global state, so it works in any thread."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list
     return figure, list(axes)
 
 
-def _png(figure: Figure) -> bytes:
+def png_of(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     # Without a date the same run gives the same bytes.
     figure.savefig(buffer, format="png", metadata={"Software": None})
@@ -51,7 +51,7 @@ def _png(figure: Figure) -> bytes:
 
 def loss_curves(metrics: dict[str, list[dict[str, Any]]]) -> bytes:
     """Loss by trained tokens, a panel a stage."""
-    figure, axes = _figure(4.0 * len(metrics), 3.0, len(metrics))
+    figure, axes = figure_of(4.0 * len(metrics), 3.0, len(metrics))
     for axis, (stage, lines) in zip(axes, metrics.items(), strict=True):
         points = [
             (float(line.get("tokens", line["step"])), float(line["loss"]))
@@ -64,12 +64,12 @@ def loss_curves(metrics: dict[str, list[dict[str, Any]]]) -> bytes:
             axis.set_yscale("log")
         axis.xaxis.set_major_formatter(_short_numbers())
         _plain_log_ticks(axis)
-    return _png(figure)
+    return png_of(figure)
 
 
 def kl_by_stage(stages: Sequence[dict[str, Any]]) -> bytes:
     """KL to the teacher on held-out text after every stage."""
-    figure, (axis,) = _figure(5.5, 3.0)
+    figure, (axis,) = figure_of(5.5, 3.0)
     names = [stage["stage"] for stage in stages]
     kl = [stage["scores"]["kl"] for stage in stages]
     errors = [stage["scores"].get("kl_stderr") or 0.0 for stage in stages]
@@ -78,12 +78,12 @@ def kl_by_stage(stages: Sequence[dict[str, Any]]) -> bytes:
     axis.set(ylabel="KL (nats a token)")
     axis.margins(y=0.15)
     axis.grid(axis="x", visible=False)
-    return _png(figure)
+    return png_of(figure)
 
 
 def kl_by_position(buckets: Sequence[dict[str, Any]]) -> bytes:
     """KL by the number of tokens of the document before."""
-    figure, (axis,) = _figure(5.5, 3.0)
+    figure, (axis,) = figure_of(5.5, 3.0)
     # The first bucket starts at 0, which a logarithmic axis lacks.
     middle = [math.sqrt(max(b["first"], b["end"] / 2) * b["end"]) for b in buckets]
     errors = [b["kl_stderr"] or 0.0 for b in buckets]
@@ -92,14 +92,14 @@ def kl_by_position(buckets: Sequence[dict[str, Any]]) -> bytes:
     axis.xaxis.set_major_formatter(_short_numbers())
     axis.set_ylim(bottom=0)
     axis.set(xlabel="tokens of the document before", ylabel="KL (nats a token)")
-    return _png(figure)
+    return png_of(figure)
 
 
 def layer_map(mixers: Sequence[str], loops: int, core: tuple[int, int] | None = None) -> bytes:
     """The mixer of every layer, a row a loop; layers before and after the core are in one row."""
     from matplotlib.patches import Patch, Rectangle
 
-    figure, (axis,) = _figure(max(5.0, 0.28 * len(mixers) + 1.5), 1.4 + 0.3 * loops)
+    figure, (axis,) = figure_of(max(5.0, 0.28 * len(mixers) + 1.5), 1.4 + 0.3 * loops)
     first, end = core or (0, len(mixers))
     for loop in range(loops):
         for layer, kind in enumerate(mixers):
@@ -116,24 +116,24 @@ def layer_map(mixers: Sequence[str], loops: int, core: tuple[int, int] | None = 
     kinds = list(dict.fromkeys(mixers))
     handles = [Patch(color=COLOURS.get(kind, OTHER_COLOUR), label=kind) for kind in kinds]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(kinds), frameon=False)
-    return _png(figure)
+    return png_of(figure)
 
 
 def selection_scores(scores: Sequence[float | None], chosen: Sequence[int], label: str) -> bytes:
     """The score of every layer, chosen ones in the colour of full attention."""
-    figure, (axis,) = _figure(max(5.0, 0.28 * len(scores) + 1.5), 2.6)
+    figure, (axis,) = figure_of(max(5.0, 0.28 * len(scores) + 1.5), 2.6)
     heights = [0.0 if score is None else score for score in scores]
     colours = [COLOURS["full"] if i in chosen else COLOURS["gdn"] for i in range(len(scores))]
     axis.bar(range(len(scores)), heights, color=colours)
     axis.set(xlabel="layer", ylabel=label)
     axis.grid(axis="x", visible=False)
-    return _png(figure)
+    return png_of(figure)
 
 
 def recall_map(recall: dict[str, dict[str, Any]], kind: str) -> bytes:
     """Recall by depth and length, a panel a model."""
     shown = [(who, scores[kind]) for who, scores in recall.items() if kind in scores]
-    figure, axes = _figure(1.2 + 2.6 * len(shown), 2.8, len(shown))
+    figure, axes = figure_of(1.2 + 2.6 * len(shown), 2.8, len(shown))
     for axis, (who, by_length) in zip(axes, shown, strict=True):
         lengths = list(by_length)
         depths = list(by_length[lengths[0]]["by_depth"])
@@ -150,12 +150,12 @@ def recall_map(recall: dict[str, dict[str, Any]], kind: str) -> bytes:
         axis.set(title=who, xlabel="length in tokens", ylabel="depth")
         axis.grid(visible=False)
     figure.colorbar(image, ax=axes, label="exact")
-    return _png(figure)
+    return png_of(figure)
 
 
 def decode(speed: dict[str, list[dict[str, Any]]]) -> bytes:
     """Milliseconds a token and bytes of the cache, by context."""
-    figure, (left, right) = _figure(8.0, 3.0, 2)
+    figure, (left, right) = figure_of(8.0, 3.0, 2)
     for who, points in speed.items():
         colour = TEACHER if who == "teacher" else STUDENT
         contexts = [point["context"] for point in points]
@@ -169,14 +169,14 @@ def decode(speed: dict[str, list[dict[str, Any]]]) -> bytes:
         axis.set_ylim(bottom=0)
         axis.xaxis.set_major_formatter(_short_numbers())
         axis.legend(frameon=False)
-    return _png(figure)
+    return png_of(figure)
 
 
 def bench(rows: Sequence[dict[str, Any]]) -> bytes:
     """Tokens a second by context, a panel a batch; what a plain loop reaches is dashed, and what
     the memory allows is dotted."""
     batches = sorted({row["batch"] for row in rows})
-    figure, axes = _figure(1.0 + 3.5 * len(batches), 3.2, len(batches))
+    figure, axes = figure_of(1.0 + 3.5 * len(batches), 3.2, len(batches))
     styles = {"fast": "-", "plain": "--", "roofline": ":"}
     for axis, batch in zip(axes, batches, strict=True):
         lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -198,7 +198,7 @@ def bench(rows: Sequence[dict[str, Any]]) -> bytes:
         axis.xaxis.set_major_formatter(_short_numbers())
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    return _png(figure)
+    return png_of(figure)
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

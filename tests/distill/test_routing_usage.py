@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from ltconvert.distill.evaluation.routing_usage import Usage, depth_map
+from ltconvert.distill.report import build_report
 
 
 def counted(choices: list[list[list[int]]], entries: int) -> Usage:
@@ -62,3 +65,16 @@ def test_batches_add_up() -> None:
 def test_a_depth_map_is_the_mean_over_tokens_and_heads() -> None:
     second = torch.tensor([[[0.25, 0.75], [0.75, 0.25]], [[1.0, 0.0], [1.0, 0.0]]])  # [N, H, S]
     assert depth_map([torch.ones(2, 2, 1), second]) == [[1.0], [0.75, 0.25]]
+
+
+def test_the_report_shows_it(tmp_path: Path) -> None:
+    usage = counted([[[depth % 2]] * 3 for depth in range(14)], 3)
+    maps = [[1.0 / (depth + 1)] * (depth + 1) for depth in range(14)]
+    part = {"student": {"pools": {"experts": usage.to_dict()}, "depth_map": maps}}
+    whole = {"parts": {"routing": part}, "models": {}, "seconds": {}, "depends_on": {}}
+    (tmp_path / "evaluation.json").write_text(json.dumps(whole))
+    build_report(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "| experts | 3 | 1 | 66.7 % | 1.50 |" in text
+    assert "| 13 | 1 | 1.0 |" in text
+    assert (tmp_path / "report_plots/depth_attention.png").stat().st_size > 1000

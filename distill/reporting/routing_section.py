@@ -1,0 +1,77 @@
+"""The report's section on routing: what a Dreamer student's depths use of its pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ltconvert.distill.reporting import routing_plots
+from ltconvert.distill.reporting.run_folder import RunFolder
+from ltconvert.distill.reporting.tables import Plot, Section, Table, count, number, percent
+
+
+def routing(run: RunFolder) -> Section:
+    """Diversity, reuse and balance of every pool; where depth attention looks."""
+    section = Section("Routing")
+    found = (run.part("routing") or {}).get("student")
+    if not found:
+        return section
+    pools: dict[str, dict[str, Any]] = found["pools"]
+    first = next(iter(pools.values()))
+    section.text.append(
+        "One layer runs at every depth, and each token chooses what it uses of the pools. A depth "
+        f"uses an entry that at least {percent(first['least_share'])} of its tokens choose."
+    )
+    section.tables.append(_summary(pools))
+    section.tables.append(_by_depth(pools))
+    for name, usage in pools.items():
+        alt = f"share of tokens that choose each of {usage['entries']} entries, by depth"
+        picture = routing_plots.load_map(usage["load"], f"entry of the pool `{name}`")
+        section.plots.append(Plot(f"routing_{name}", picture, alt))
+    if found.get("depth_map"):
+        alt = "mean weight that each depth gives to earlier depths of the same token"
+        picture = routing_plots.depth_map(found["depth_map"])
+        section.plots.append(Plot("depth_attention", picture, alt))
+    return section
+
+
+def _summary(pools: dict[str, dict[str, Any]]) -> Table:
+    usages = list(pools.values())
+    reused = f"used at {usages[0]['reused_depths']} depths or more"
+    headers = ("pool", "entries", "used at no depth", reused, "most chosen over mean")
+    rows = [
+        [
+            name,
+            count(usage["entries"]),
+            count(sum(depths == 0 for depths in usage["depths"])),
+            percent(usage["reused_share"]),
+            number(usage["imbalance"], digits=2),
+        ]
+        for name, usage in pools.items()
+    ]
+    return Table(headers, rows, f"{count(usages[0]['tokens'])} tokens of held-out text.")
+
+
+def _by_depth(pools: dict[str, dict[str, Any]]) -> Table:
+    headers = ["depth"]
+    for name in pools:
+        headers += [f"{name}: entries used", f"{name}: as diverse as"]
+    depths = len(next(iter(pools.values()))["distinct"])
+    rows = [
+        [
+            str(depth),
+            *(
+                cell
+                for usage in pools.values()
+                for cell in (
+                    str(usage["distinct"][depth]),
+                    number(usage["effective"][depth], digits=1),
+                )
+            ),
+        ]
+        for depth in range(depths)
+    ]
+    caption = (
+        "As diverse as so many entries that are chosen equally often: the exponential of the "
+        "entropy of a depth's choices."
+    )
+    return Table(headers, rows, caption)
