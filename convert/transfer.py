@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ltconvert.convert.mixers import Projections
 from ltconvert.convert.mixers.moda import SlotProjection
+from ltconvert.convert.students.dreamer.build import dreamer_tensors
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.tying import tie_layers, tied_spec
@@ -43,11 +44,12 @@ def build_student(
     with torch.device("meta"):
         student = LT2ForCausalLM(config)
     own: dict[str, Tensor] = {}
-    for layer, kind in enumerate(config.mixers):
+    for layer, kind in enumerate(() if config.dreamer else config.mixers):
         mixer = inherited_mixer(student.model, kind, teacher, layer, dtype=dtype, copy=not share)
         student.model.layers[layer].mixer = mixer
     for name, value in _outside_mixers(teacher):
-        own[name] = value.detach() if share else value.detach().clone().to(dtype)
+        if config.dreamer is None or not name.startswith("model.layers."):
+            own[name] = value.detach() if share else value.detach().clone().to(dtype)
     if config.loop_residual:
         rho = own.get("model.loop_residual")  # a teacher that was itself a student may have one
         shape = student.model.loop_residual.shape
@@ -57,6 +59,8 @@ def build_student(
             else rho[: config.num_loops]
         )
     own |= _depth_tensors(student, teacher, dtype)
+    if config.dreamer is not None:
+        own |= dreamer_tensors(student, teacher, dtype)
     _assign(student, own)
     student.tie_weights()
     student.generation_config = teacher.generation_config

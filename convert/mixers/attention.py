@@ -172,25 +172,7 @@ class Attention(Projections):
         self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, context: SequenceContext
     ) -> Tensor:
         """softmax(q.k) v for every query, [B, H, T, D]."""
-        spec = self.spec
-        if (blocks := context.block_mask(self.window)) is not None:
-            return flex(
-                q_BHTD, k_BGSD, v_BGSD, blocks, spec.attention_scale, spec.attention_softcap
-            )
-        group = self.num_heads // self.num_key_value_heads
-        k_BHSD, v_BHSD = (y.repeat_interleave(group, dim=1) for y in (k_BGSD, v_BGSD))
-        mask = context.attention_mask(self.window, k_BHSD.shape[2])
-        scale = spec.attention_scale
-        if spec.attention_softcap is None:
-            return F.scaled_dot_product_attention(
-                q_BHTD,
-                k_BHSD,
-                v_BHSD,
-                attn_mask=mask,
-                is_causal=mask is None and q_BHTD.shape[2] > 1,
-                scale=scale,
-            )
-        return _capped_attention(q_BHTD, k_BHSD, v_BHSD, mask, scale, spec.attention_softcap)
+        return softmax_attention(q_BHTD, k_BGSD, v_BGSD, context, self.spec, self.window)
 
     def scores(
         self, x_BTC: Tensor, context: SequenceContext, at_n: Tensor
@@ -216,6 +198,33 @@ class WindowAttention(Attention):
 
     kind = "window"
     converted = True
+
+
+def softmax_attention(
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    context: SequenceContext,
+    spec: TeacherSpec,
+    window: int | None,
+) -> Tensor:
+    """softmax(q.k) v for every query, [B, H, T, D], with the scale and soft cap of ``spec``."""
+    if (blocks := context.block_mask(window)) is not None:
+        return flex(q_BHTD, k_BGSD, v_BGSD, blocks, spec.attention_scale, spec.attention_softcap)
+    group = q_BHTD.shape[1] // k_BGSD.shape[1]
+    k_BHSD, v_BHSD = (y.repeat_interleave(group, dim=1) for y in (k_BGSD, v_BGSD))
+    mask = context.attention_mask(window, k_BHSD.shape[2])
+    scale = spec.attention_scale
+    if spec.attention_softcap is None:
+        return F.scaled_dot_product_attention(
+            q_BHTD,
+            k_BHSD,
+            v_BHSD,
+            attn_mask=mask,
+            is_causal=mask is None and q_BHTD.shape[2] > 1,
+            scale=scale,
+        )
+    return _capped_attention(q_BHTD, k_BHSD, v_BHSD, mask, scale, spec.attention_softcap)
 
 
 def exact_scores(q: Tensor, k: Tensor, scale: float, cap: float | None) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ltconvert.convert.students.depth_stream import DepthStream
+    from ltconvert.convert.students.dreamer.layer import DreamerPass
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class LoopState:
         loop_states: the normed stream [B, T, C] after each finished loop.
         depth: what sublayers left at each token; one for all states of a pass, so that of these
             the newest alone can be gone on from. None: layers that would read it do not.
+        dreamer: the same of a Dreamer, with what it makes of its pools for one pass.
         choice_losses: of the visits that gave one, see ``Projections.forward_with_loss``.
     """
 
@@ -47,6 +49,7 @@ class LoopState:
     loop_states: tuple[Tensor, ...] = ()
     choice_losses: tuple[Tensor, ...] = ()
     depth: DepthStream | None = None
+    dreamer: DreamerPass | None = None
 
     def with_stream(self, h_BTC: Tensor) -> LoopState:
         """The same state with another residual stream."""

@@ -10,6 +10,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES, PreTrainedConf
 
 from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.depth_plan import DepthPlan, depth_plan
+from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.loop import Step, make_schedule
 from ltconvert.convert.teachers.spec import TeacherSpec
 
@@ -39,6 +40,7 @@ class LT2Config(PreTrainedConfig):
         depth_writers, depth_slots, depth_linear_writes: what is in the depth stream of ``moda``
             mixers, see ``depth_plan``.
         depth_rope, depth_bias: how they read it, see ``MixtureOfDepths``.
+        dreamer: what a ``DreamerConfig`` takes, where one layer stands in place of all; None else.
     """
 
     model_type = "lt2"
@@ -59,6 +61,7 @@ class LT2Config(PreTrainedConfig):
     depth_rope: bool = True
     depth_bias: bool = False
     depth_linear_writes: bool = False
+    dreamer: dict[str, Any] | None = None
     num_hidden_layers: int = 0
     layer_types: list[str] = field(default_factory=list)
     use_cache: bool = True
@@ -122,6 +125,10 @@ class LT2Config(PreTrainedConfig):
         for name in ("layer_rope", "layer_windows"):
             values[name] = tuple(values[name])
         return TeacherSpec(**values)
+
+    def dreamer_config(self) -> DreamerConfig | None:
+        """The pools of a Dreamer; None where layers follow each other."""
+        return None if self.dreamer is None else DreamerConfig(**self.dreamer)
 
     def schedule(self) -> tuple[Step, ...]:
         """Visits of the physical layers in execution order."""

@@ -37,6 +37,8 @@ from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.depth_layer import DepthCall
 from ltconvert.convert.students.depth_plan import FFN
 from ltconvert.convert.students.depth_stream import DepthStream
+from ltconvert.convert.students.dreamer.layer import DreamerLayer, DreamerPass
+from ltconvert.convert.students.dreamer.router import Routes
 from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
@@ -57,12 +59,15 @@ class LT2Output(CausalLMOutputWithPast):
         loop_states: the normed residual stream [B, T, C] after each loop that was computed.
         exit_logits: the exit gate after each of them, [B, T, loops].
         choice_loss: mean over visits of the loss of what chooses their keys, where asked for.
+        routes: of a Dreamer's two pools (attention, MLPs), a pair a depth; empty while all is
+            forced, None of other models.
     """
 
     last_hidden_state: Tensor | None = None
     loop_states: tuple[Tensor, ...] | None = None
     exit_logits: Tensor | None = None
     choice_loss: Tensor | None = None
+    routes: tuple[tuple[Routes, Routes], ...] | None = None
 
 
 class LT2PreTrainedModel(PreTrainedModel):
@@ -95,6 +100,7 @@ class LT2Model(LT2PreTrainedModel):
     """Embeddings, the looped layers and the final norm.
 
     Attributes:
+        layers: none in a Dreamer, whose one layer is ``dreamer``.
         depth_schedule: where layers read a depth stream, the scalar s of their merge: 0 is the
             teacher. Training moves it to 1; it is saved with the weights.
     """
@@ -110,8 +116,11 @@ class LT2Model(LT2PreTrainedModel):
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, layer, self.make_mixer(kind, layer))
-            for layer, kind in enumerate(config.mixers)
+            for layer, kind in enumerate(() if config.dreamer else config.mixers)
         )
+        dreamer = config.dreamer_config()
+        windows = [config.window(step.layer) for step in self.schedule]
+        self.dreamer = dreamer and DreamerLayer(spec, dreamer, self.schedule, windows)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
         self.exit_gate = nn.Linear(spec.hidden_size, 1) if spec.exit_gate else None
         self.loop_residual = (
@@ -226,6 +235,8 @@ class LT2Model(LT2PreTrainedModel):
 
     def windows(self) -> set[int | None]:
         """Windows of the softmax attention there is, None the whole row."""
+        if self.dreamer is not None:
+            return set(self.dreamer.windows)
         mixers = [layer.mixer for layer in self.layers]
         return {mixer.window for mixer in mixers if isinstance(mixer, Attention)}
 
@@ -264,6 +275,8 @@ class LT2Model(LT2PreTrainedModel):
     ) -> LoopState:
         """One visit of one layer, with what opens and closes its loop."""
         state = self.enter(step, state)
+        if state.dreamer is not None:
+            return self.leave(step, self._dream(step, state, context, cache))
         layer, context = self.layers[step.layer], self.context_of(step, context)
         if state.depth is not None and state.depth.plan.visits[step.slot].takes_part:
             h_BTC = self._visit_in_depth(step, state, context, cache)
@@ -275,6 +288,17 @@ class LT2Model(LT2PreTrainedModel):
         else:
             h_BTC = self._call(self.call_layer, layer, state.h_BTC, context)
         return self.leave(step, state.with_stream(h_BTC))
+
+    def _dream(
+        self, step: Step, state: LoopState, context: SequenceContext, cache: LoopCache | None
+    ) -> LoopState:
+        """A Dreamer's layer at one depth."""
+        assert state.dreamer is not None
+        cache_layer = None if cache is None else cache.layers[step.slot]
+        visit = state.dreamer.visit(step)
+        h_BTC, left = self._call(self.dreamer, state.h_BTC, visit, context, cache_layer)
+        state.dreamer.take(left)
+        return state.with_stream(h_BTC)
 
     def _visit_in_depth(
         self, step: Step, state: LoopState, context: SequenceContext, cache: LoopCache | None
@@ -369,7 +393,8 @@ class LT2Model(LT2PreTrainedModel):
             past_length=0 if cache is None else cache.num_tokens,
         )
         context.learns_choice = learns_choice
-        state = replace(self.start(h_BTC), depth=self.depth_stream(context))
+        dreamer = None if self.dreamer is None else DreamerPass.of(self.dreamer)
+        state = replace(self.start(h_BTC), depth=self.depth_stream(context), dreamer=dreamer)
         if leaves is not None and cache is not None and cache.num_tokens and h_BTC.shape[1] == 1:
             state = run_until_exit(self, state, context, cache, leaves)
         else:
@@ -386,6 +411,7 @@ class LT2Model(LT2PreTrainedModel):
             loop_states=state.loop_states,
             exit_logits=exit_logits,
             choice_loss=torch.stack(state.choice_losses).mean() if state.choice_losses else None,
+            routes=None if dreamer is None else tuple(dreamer.routes),
             **under_its_name,
         )
 

@@ -1,0 +1,98 @@
+"""A teacher's layers -> the pools of a Dreamer: every tensor used exactly once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
+
+_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+# A pool's module and the layer's modules that it stacks.
+_SOURCES: dict[str, tuple[str, ...]] = {
+    "attention.pre_norm": ("pre_mixer_norm",),
+    "attention.qkv": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    "attention.q_norm": ("mixer.q_norm",),
+    "attention.k_norm": ("mixer.k_norm",),
+    "attention.o": ("mixer.o_proj",),
+    "attention.post_norm": ("post_mixer_norm",),
+    "experts.pre_norm": ("pre_mlp_norm",),
+    "experts.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "experts.down": ("mlp.down_proj",),
+    "experts.post_norm": ("post_mlp_norm",),
+}
+
+
+def dreamer_tensors(
+    student: LT2ForCausalLM, teacher: LT2ForCausalLM, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """All tensors of a student's one layer, by name: the pools' and those that are new.
+
+    Raises:
+        ValueError: as ``pool_tensors``.
+    """
+    layer = student.model.dreamer
+    assert layer is not None
+    made = pool_tensors(dict(teacher.named_parameters()), layer.config.slices)
+    for name, part in layer.named_children():
+        if name not in ("attention", "experts"):
+            part.to_empty(device=teacher.device).apply(student._init_weights)
+    new = {name: value for name, value in layer.state_dict().items() if not value.is_meta}
+    new |= {name: torch.zeros_like(value, device=teacher.device)
+            for name, value in layer.state_dict().items() if "." not in name}
+    return {f"model.dreamer.{name}": v.detach().to(dtype) for name, v in (made | new).items()}
+
+
+def pool_tensors(teacher: Mapping[str, Tensor], slices: int) -> dict[str, Tensor]:
+    """Tensors of both pools, by their names in the layer, from a teacher's named tensors.
+
+    Raises:
+        ValueError: a tensor of a layer has no place in the pools.
+    """
+    layers: dict[int, dict[str, Tensor]] = {}
+    for name, value in teacher.items():
+        if match := _LAYER_TENSOR.fullmatch(name):
+            layers.setdefault(int(match[1]), {})[f"{match[2]}.{match[3]}"] = value.detach()
+        elif name.startswith("model.layers."):
+            raise ValueError(f"a Dreamer has no place for the teacher's {name}")
+    stacks: dict[str, list[Tensor]] = {}
+    for layer, tensors in sorted(layers.items()):
+        for name, value in _of_layer(tensors, slices).items():
+            stacks.setdefault(name, []).append(value)
+        if tensors:
+            raise ValueError(f"a Dreamer has no place for layer {layer}'s {min(tensors)}")
+    return {name: torch.cat(values) for name, values in stacks.items()}
+
+
+def _of_layer(tensors: dict[str, Tensor], slices: int) -> dict[str, Tensor]:
+    """One layer's experts [1 or slices, ...], by name; takes what it uses out of ``tensors``."""
+    made: dict[str, Tensor] = {}
+    for target, sources in _SOURCES.items():
+        for kind in ("weight", "bias"):
+            found = [tensors.pop(f"{source}.{kind}", None) for source in sources]
+            if found[0] is None:
+                continue
+            parts = [value for value in found if value is not None]
+            cut = [_cut(value, f"{target}.{kind}", slices) for value in parts]
+            made[f"{target}.{kind}"] = torch.cat(cut, dim=1)
+    return made
+
+
+def _cut(value: Tensor, name: str, slices: int) -> Tensor:
+    """A layer's tensor as that of its experts, [experts, ...].
+
+    An MLP is the sum of slices of its width. Gains of its norms are each slice's, and each adds
+    its part of the bias behind them.
+    """
+    if name.startswith("attention."):
+        return value[None]
+    if name.startswith("experts.gate_up"):
+        return value.unflatten(0, (slices, -1))
+    if name == "experts.down.weight":
+        return value.unflatten(1, (slices, -1)).movedim(1, 0)
+    if name == "experts.down.bias":
+        value = value / slices
+    return value.expand(slices, *value.shape)

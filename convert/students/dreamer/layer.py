@@ -1,0 +1,218 @@
+"""The layer of a Dreamer, and what one pass through the model carries from depth to depth.
+
+B rows, T tokens, N = B T, C hidden width, H heads of depth attention, D their width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ltconvert.convert.mixers import SequenceContext
+from ltconvert.convert.students.dreamer import grouped
+from ltconvert.convert.students.dreamer.banks import Stacks, stacks_of
+from ltconvert.convert.students.dreamer.config import DreamerConfig
+from ltconvert.convert.students.dreamer.depth import DepthAttention, Slot
+from ltconvert.convert.students.dreamer.pools import (
+    AttentionPool,
+    ExpertPool,
+    SharedExpert,
+    unit_rms,
+)
+from ltconvert.convert.students.dreamer.router import Router, Routes
+from ltconvert.convert.students.dreamer.rows import ChosenRows, Mixture, OwnRows, Rows
+from ltconvert.convert.students.loop import Step
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.kernels.depth_attention import DepthSlots, new_slots, write_slot
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What the layer sees of the pass at one depth.
+
+    Attributes:
+        layer: of the teacher, whose place this depth takes.
+        forced, learned: whether the layer's own experts count, and those that tokens choose.
+        release: share of the latter, on the device.
+        slots: keys and values of earlier depths; None at the first, and without depth attention.
+    """
+
+    depth: int
+    layer: int
+    forced: bool
+    learned: bool
+    release: Tensor
+    stacks: Stacks
+    slots: DepthSlots | None
+
+
+class Left(NamedTuple):
+    """What a visit leaves: routes of both pools (None where all is forced), a depth slot."""
+
+    entries: Routes | None
+    experts: Routes | None
+    slot: Slot | None
+
+
+class DreamerLayer(nn.Module):
+    """``h += depth attention; h += sequence attention; h += expert attention``, at every depth.
+
+    Routing is ``(1 - r) own + r chosen``: outputs of the experts that the depth's layer had, and of
+    those that the router chooses. With r = 0, depth attention and the shared expert at their start,
+    this is the teacher; with r = 1 nothing of what was forced is left.
+
+    Attributes:
+        release: r, moved by training; saved with the weights. Set it by ``set_release``.
+    """
+
+    release: Tensor
+
+    def __init__(
+        self,
+        spec: TeacherSpec,
+        config: DreamerConfig,
+        schedule: tuple[Step, ...],
+        windows: list[int | None],
+    ) -> None:
+        super().__init__()
+        self.spec, self.config = spec, config
+        layers = [step.layer for step in schedule]
+        self.ropes, self.windows = [spec.layer_rope[i] for i in layers], windows
+        depths, width = len(layers), spec.hidden_size
+        self.register_buffer("release", torch.zeros(()))
+        self._known_release: tuple[Tensor, int, float] | None = None
+        self.depth = (
+            DepthAttention(spec, depths, config.depth_heads) if config.depth_heads else None
+        )
+        self.attention = AttentionPool(spec, config.entries)
+        self.attention_router = Router(
+            width, config.entries, layers, slices=1, top=config.top_entries,
+            select_by=config.select_by,
+        )  # fmt: skip
+        self.experts = ExpertPool(spec, config.experts, config.slices)
+        self.expert_router = Router(
+            width, config.experts, layers, slices=config.slices, top=config.top_experts,
+            select_by=config.select_by,
+        )  # fmt: skip
+        self.shared = SharedExpert(spec, config.shared_size) if config.shared_size else None
+        self.normed_share = nn.Parameter(torch.zeros(depths)) if config.stream_norm else None
+
+    def reset_parameters(self) -> None:
+        """The start: routing forced, nothing of the stream normed."""
+        nn.init.zeros_(self.release)
+        if self.normed_share is not None:
+            nn.init.zeros_(self.normed_share)
+
+    def set_release(self, share: float) -> None:
+        """Set r, from 0 to 1."""
+        self.release.fill_(share)
+        self._known_release = (self.release, self.release._version, share)
+
+    def released(self) -> float:
+        """r, read from the device once for each value that it has had."""
+        known, now = self._known_release, self.release
+        if known is None or known[0] is not now or known[1] != now._version:
+            known = self._known_release = (now, now._version, float(now))
+        return known[2]
+
+    def forward(
+        self, h_BTC: Tensor, visit: Visit, context: SequenceContext, cache_layer: Any = None
+    ) -> tuple[Tensor, Left]:
+        """h [B, T, C] at one depth -> (h, what the visit leaves)."""
+        seen, slot = None, None
+        if self.depth is not None:
+            seen, slot = self.depth(h_BTC, visit.depth, visit.slots)
+        if seen is not None and not self.config.parallel:
+            h_BTC = h_BTC + seen
+        mixture, entries = self._mixture(h_BTC, self.attention_router, visit)
+        y_BTC = self.attention(
+            h_BTC, mixture, context, cache_layer,
+            rope_name=self.ropes[visit.depth], window=self.windows[visit.depth],
+        )  # fmt: skip
+        h_BTC = h_BTC + y_BTC
+        if seen is not None and self.config.parallel:
+            h_BTC = h_BTC + seen
+        h_BTC, experts = self._with_experts(h_BTC, visit)
+        if self.normed_share is not None:
+            normed_BTC = unit_rms(h_BTC, self.spec.rms_norm_eps)
+            h_BTC = h_BTC + self.normed_share[visit.depth].to(h_BTC.dtype) * (normed_BTC - h_BTC)
+        return h_BTC, Left(entries, experts, slot)
+
+    def _with_experts(self, h_BTC: Tensor, visit: Visit) -> tuple[Tensor, Routes | None]:
+        """The stream with what the experts add, the shared one among them."""
+        x_NC = unit_rms(h_BTC, self.spec.rms_norm_eps).flatten(0, 1)
+        needed = visit.learned or self.shared is not None
+        routes = self.expert_router(x_NC, visit.depth) if needed else None
+        y_BTC = self.experts(h_BTC, self._parts(routes, self.expert_router, visit))
+        if self.shared is not None:
+            assert routes is not None
+            shared_NC = self.shared(x_NC)
+            y_BTC = y_BTC + (routes.top_N[:, None].to(y_BTC.dtype) * shared_NC).view_as(h_BTC)
+        return h_BTC + y_BTC, routes if visit.learned else None
+
+    def _mixture(
+        self, h_BTC: Tensor, router: Router, visit: Visit
+    ) -> tuple[Mixture, Routes | None]:
+        routes = None
+        if visit.learned:
+            x_NC = unit_rms(h_BTC, self.spec.rms_norm_eps).flatten(0, 1)
+            routes = router(x_NC, visit.depth)
+        return self._parts(routes, router, visit), routes
+
+    def _parts(self, routes: Routes | None, router: Router, visit: Visit) -> Mixture:
+        """The experts that count at a visit, with their shares."""
+        parts: list[tuple[Tensor | None, Rows]] = []
+        if visit.forced:
+            own = OwnRows(visit.layer, router.slices, visit.stacks)
+            parts.append((1.0 - visit.release if visit.learned else None, own))
+        if visit.learned:
+            assert routes is not None
+            grouping = grouped.group(routes.chosen_NK, len(router.balance))
+            chosen = ChosenRows(routes.weights_NK, grouping, visit.stacks)
+            parts.append((visit.release if visit.forced else None, chosen))
+        return Mixture(tuple(parts))
+
+
+@dataclass
+class DreamerPass:
+    """One pass through the model.
+
+    Attributes:
+        routes: of the pools of attention and of MLPs, a pair a depth, once tokens choose.
+    """
+
+    layer: DreamerLayer
+    stacks: Stacks
+    slots: DepthSlots | None = None
+    written: int = 0
+    routes: list[tuple[Routes, Routes]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, layer: DreamerLayer) -> DreamerPass:
+        """A new one."""
+        slices = layer.config.slices
+        stacks = stacks_of(layer.attention.modules(), 1) | stacks_of(layer.experts.modules(), slices)
+        return cls(layer, stacks)
+
+    def visit(self, step: Step) -> Visit:
+        """What the layer sees at a step."""
+        share = self.layer.released()
+        return Visit(
+            step.slot, step.layer, share < 1.0, share > 0.0,
+            self.layer.release, self.stacks, self.slots,
+        )  # fmt: skip
+
+    def take(self, left: Left) -> None:
+        """Take in what a visit left."""
+        if left.entries is not None and left.experts is not None:
+            self.routes.append((left.entries.detach(), left.experts.detach()))
+        if left.slot is None:
+            return
+        if self.slots is None:
+            others, gradients = len(self.layer.windows) - 1, torch.is_grad_enabled()
+            self.slots = new_slots(others, left.slot[0], gradients=gradients)
+        self.slots = write_slot(self.slots, self.written, *left.slot)
+        self.written += 1

@@ -1,0 +1,174 @@
+"""Sequence attention and expert attention over pools that start as the teacher's layers.
+
+What differs from layer to layer belongs to the experts: matrices and biases, whose outputs are
+mixed, and gains of norms. A norm in front of a matrix has the gains of the matrix's expert; a norm
+behind a mixture norms the mixture, with the mixture of the gains. Windows and positions belong to
+the depth: a key has one position for all who read it, and a cache slot one length.
+
+B rows, T tokens, N = B T, C hidden width, H query heads, G key/value heads, D head width, M = H D,
+I width of an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.cache_utils import CacheLayerMixin
+
+from ltconvert.convert.mixers import SequenceContext
+from ltconvert.convert.mixers.attention import ZeroLinear, softmax_attention
+from ltconvert.convert.mixers.rope import rotated
+from ltconvert.convert.students.dreamer.banks import Bank, Gains
+from ltconvert.convert.students.dreamer.rows import Mixture, Rows
+from ltconvert.convert.teachers.spec import TeacherSpec
+
+
+class Pool(nn.Module):
+    """What both pools share: the norms before and behind a branch, where the family has them."""
+
+    def __init__(self, spec: TeacherSpec, experts: int) -> None:
+        super().__init__()
+        self.spec = spec
+
+        def gains(wanted: bool) -> Gains | None:
+            return Gains(experts, spec.hidden_size, spec.norm_offset) if wanted else None
+
+        self.pre_norm = gains(spec.norm_layout != "post")
+        self.post_norm = gains(spec.norm_layout != "pre")
+
+    def read(self, h_NC: Tensor) -> Tensor:
+        """The stream as experts read it, their gains aside."""
+        return h_NC if self.pre_norm is None else unit_rms(h_NC, self.spec.rms_norm_eps)
+
+    def spread(self, x_NC: Tensor, rows: Rows) -> Tensor:
+        """The tokens of ``read``, each with its experts' gains."""
+        x_MC = rows.spread(x_NC)
+        return x_MC if self.pre_norm is None else scaled(x_MC, rows.gains(self.pre_norm))
+
+    def contribution(self, y_NC: Tensor, mixture: Mixture, total: int = 1) -> Tensor:
+        """What a branch's output adds to the stream; the weights of a token sum to ``total``."""
+        if self.post_norm is None:
+            return y_NC
+        return normed(y_NC, self.post_norm, mixture, self.spec.rms_norm_eps, total)
+
+
+class AttentionPool(Pool):
+    """Causal softmax attention whose projections are mixtures over the pool, by the same weights.
+
+    ``qkv`` is the teacher's q, k and v projections, one below the other.
+    """
+
+    def __init__(self, spec: TeacherSpec, entries: int) -> None:
+        super().__init__(spec, entries)
+        query, key = (
+            heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads)
+        )
+        self.widths = [query, key, key]
+        self.qkv = Bank(entries, spec.hidden_size, sum(self.widths), bias=spec.qkv_bias)
+        self.o = Bank(entries, query, spec.hidden_size, bias=spec.o_bias)
+        if spec.qk_norm is not None:
+            sizes = (spec.head_dim,) * 2 if spec.qk_norm == "head" else (query, key)
+            self.q_norm, self.k_norm = (Gains(entries, n, spec.norm_offset) for n in sizes)
+
+    def forward(
+        self,
+        h_BTC: Tensor,
+        mixture: Mixture,
+        context: SequenceContext,
+        cache_layer: CacheLayerMixin | None,
+        *,
+        rope_name: str | None,
+        window: int | None,
+    ) -> Tensor:
+        """h [B, T, C] -> what attention adds to it, [B, T, C]."""
+        rows_and_tokens = h_BTC.shape[:2]
+        projected = self._project(h_BTC.flatten(0, 1), mixture)
+        q_BHTD, k_BGSD, v_BGSD = (
+            y.unflatten(0, rows_and_tokens).transpose(1, 2) for y in projected
+        )
+        q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, rope_name)
+        if cache_layer is not None:
+            k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
+        o_BHTD = softmax_attention(q_BHTD, k_BGSD, v_BGSD, context, self.spec, window)
+        o_NM = o_BHTD.transpose(1, 2).flatten(2).flatten(0, 1)
+        y_NC = mixture(lambda rows: rows.gather(rows.linear(rows.spread(o_NM), self.o)))
+        return self.contribution(y_NC, mixture).view_as(h_BTC)
+
+    def _project(self, h_NC: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, D], keys and values [N, G, D], normed as the family does."""
+        x_NC = self.read(h_NC)
+        y_NO = mixture(lambda rows: rows.gather(rows.linear(self.spread(x_NC, rows), self.qkv)))
+        q, k, v = y_NO.split(self.widths, dim=-1)
+        if self.spec.qk_norm == "full":
+            q, k = self._qk_normed(q, k, mixture)
+        q, k, v = (y.unflatten(-1, (-1, self.spec.head_dim)) for y in (q, k, v))
+        if self.spec.qk_norm == "head":
+            q, k = self._qk_normed(q, k, mixture)
+        return q, k, v
+
+    def _qk_normed(self, q: Tensor, k: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
+        eps = self.spec.rms_norm_eps
+        return normed(q, self.q_norm, mixture, eps), normed(k, self.k_norm, mixture, eps)
+
+
+class ExpertPool(Pool):
+    """Gated MLPs ``down(act(gate x) * up x)``, each a slice of a layer's: their sum is the layer's.
+
+    ``gate_up`` is an expert's gate and up projections, one below the other.
+    """
+
+    def __init__(self, spec: TeacherSpec, experts: int, slices: int) -> None:
+        super().__init__(spec, experts)
+        self.slices = slices
+        inner = spec.intermediate_size // slices
+        self.gate_up = Bank(experts, spec.hidden_size, 2 * inner, bias=spec.mlp_bias)
+        self.down = Bank(experts, inner, spec.hidden_size, bias=spec.mlp_bias)
+        self.activation = ACT2FN[spec.hidden_act]
+
+    def forward(self, h_BTC: Tensor, mixture: Mixture) -> Tensor:
+        """h [B, T, C] -> what the experts add to it, [B, T, C]."""
+        x_NC = self.read(h_BTC.flatten(0, 1))
+
+        def expert(rows: Rows) -> Tensor:
+            gate_MI, up_MI = rows.linear(self.spread(x_NC, rows), self.gate_up).chunk(2, dim=-1)
+            return rows.gather(rows.linear(self.activation(gate_MI) * up_MI, self.down))
+
+        return self.contribution(mixture(expert), mixture, self.slices).view_as(h_BTC)
+
+
+class SharedExpert(nn.Module):
+    """A gated MLP that all tokens use at all depths; gives 0 at the start."""
+
+    def __init__(self, spec: TeacherSpec, size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, size, bias=False)
+        self.down_proj = ZeroLinear(size, spec.hidden_size, bias=False)
+        self.activation = ACT2FN[spec.hidden_act]
+
+    def forward(self, x_NC: Tensor) -> Tensor:
+        """Normalised hidden states [N, C] -> [N, C]."""
+        y_NC: Tensor = self.down_proj(self.activation(self.gate_proj(x_NC)) * self.up_proj(x_NC))
+        return y_NC
+
+
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """x over the root mean square of its last axis, in x's dtype (in fp32 at least inside)."""
+    work = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(work), x.shape[-1:], eps=eps).to(x.dtype)
+
+
+def scaled(x: Tensor, gains: Tensor) -> Tensor:
+    """x times gains, in x's dtype (in fp32 at least inside)."""
+    work = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(work) * gains.to(work)).to(x.dtype)
+
+
+def normed(y: Tensor, gains: Gains, mixture: Mixture, eps: float, total: int = 1) -> Tensor:
+    """RMSNorm of mixtures [N, O] or [N, heads, D], with the mixture of the gains."""
+    mixed = mixture(lambda rows: rows.gather(rows.gains(gains))) / total
+    if y.dim() == 3 and mixed.dim() == 2:  # each token's own, the same for its heads
+        mixed = mixed[:, None]
+    return scaled(unit_rms(y, eps), mixed)
