@@ -13,12 +13,13 @@ from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.students.blocks import DecoderLayer
+from ltconvert.convert.students.dreamer.layer import DreamerLayer
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One physical layer.
+    """One physical layer; of a Dreamer the place of a teacher's layer, and what a visit uses there.
 
     Attributes:
         mixer: one of ``MIXERS``.
@@ -137,7 +138,7 @@ def model_facts(config: LT2Config, cache_dtype: torch.dtype = torch.bfloat16) ->
         loops=config.num_loops,
         layers=tuple(
             _layer_facts(config, block, layer, visits[layer], cache_dtype.itemsize)
-            for layer, block in enumerate(model.model.layers)
+            for layer, block in enumerate(_blocks(model.model))
         ),
         parameters=count(model) - (model.lm_head.weight.numel() if tied else 0),
         embedding_parameters=embedding,
@@ -146,8 +147,17 @@ def model_facts(config: LT2Config, cache_dtype: torch.dtype = torch.bfloat16) ->
     )
 
 
+def _blocks(model: LT2Model) -> list[DecoderLayer | DreamerLayer]:
+    """What runs in the place of each physical layer."""
+    dreamer = model.dreamer
+    return list(model.layers) if dreamer is None else [dreamer] * model.spec.num_layers
+
+
 def _depth_width(model: LT2Model) -> int:
     """Keys and values of all slots, once for each kind of positions."""
+    if model.dreamer is not None:
+        heads = model.dreamer.config.depth_heads
+        return (len(model.schedule) - 1) * 2 * heads * model.spec.head_dim
     if model.depth_plan is None:
         return 0
     width = model.spec.num_key_value_heads * model.spec.head_dim
@@ -172,8 +182,41 @@ def count_own(module: nn.Module) -> int:
     return total
 
 
+@dataclass(frozen=True)
+class _Parameters:
+    """Counts under their names in LayerFacts."""
+
+    parameters: int
+    mixer_parameters: int
+    own_parameters: int = 0
+    mixer_own_parameters: int = 0
+    aligned_parameters: int = 0
+
+
+def _parameters(block: DecoderLayer | DreamerLayer) -> _Parameters:
+    if isinstance(block, DreamerLayer):
+        return _used_by_a_visit(block)
+    return _Parameters(
+        count(block),
+        count(block.mixer),
+        count_own(block),
+        count_own(block.mixer),
+        sum(p.numel() for p in block.mixer.aligned_parameters()),
+    )
+
+
+def _used_by_a_visit(layer: DreamerLayer) -> _Parameters:
+    """All but the entries of pools that a token does not choose, once routing is learned."""
+    config = layer.config
+    attention = count(layer.attention) // config.entries * config.top_entries
+    experts = count(layer.experts) // config.experts * config.top_experts
+    rest = count(layer) - count(layer.attention) - count(layer.experts)
+    beside = count(layer.attention_router) + (0 if layer.depth is None else count(layer.depth))
+    return _Parameters(attention + experts + rest, attention + beside)
+
+
 def _layer_facts(
-    config: LT2Config, block: DecoderLayer, layer: int, visits: int, itemsize: int
+    config: LT2Config, block: DecoderLayer | DreamerLayer, layer: int, visits: int, itemsize: int
 ) -> LayerFacts:
     assert config.mixers is not None
     kind = config.mixers[layer]
@@ -186,11 +229,7 @@ def _layer_facts(
         choosing_width=_choosing_width(config, layer),
         rope=config.layer_rope[layer] if MIXERS[kind].uses_rope else None,
         visits=visits,
-        parameters=count(block),
-        mixer_parameters=count(block.mixer),
-        own_parameters=count_own(block),
-        mixer_own_parameters=count_own(block.mixer),
-        aligned_parameters=sum(p.numel() for p in block.mixer.aligned_parameters()),
+        **vars(_parameters(block)),
         cache_bytes_per_token=visits * per_token,
         cache_tokens=limit,
         state_bytes=visits * state,
@@ -199,7 +238,10 @@ def _layer_facts(
 
 
 def _depth_slots(config: LT2Config, layer: int) -> float:
-    """Slots that a visit of a layer reads on average."""
+    """Slots that a visit of a layer reads on average; of a Dreamer as if all heads read them."""
+    if dreamer := config.dreamer_config():
+        share = dreamer.depth_heads / config.num_attention_heads
+        return share * mean(step.slot for step in config.schedule() if step.layer == layer)
     plan = config.depth_plan()
     if plan is None:
         return 0.0

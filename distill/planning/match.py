@@ -4,7 +4,8 @@ Only matched models can be compared: one that is deeper, has more experts or use
 better for that alone. Bivariate coordinate descent, after arXiv 2601.21582: the shape's numbers
 move two at a time, to the best of all pairs of values around them, until no pair finds better. One
 at a time gets stuck, since a step mends one quantity and spoils another (an expert more is
-parameters without arithmetic, a depth more is arithmetic and memory).
+parameters without arithmetic, a depth more is arithmetic and memory). With three quantities two at
+a time do, too, now and then; hence descents set out from all shapes one number away.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ QUANTITIES = ("parameters", "flops", "memory_bytes")
 _NEAR = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # near values one by one, far ones sparsely
 STEPS = (*(-step for step in _NEAR), 0, *_NEAR)
 # Of shapes that match alike the nearest to the start: too little to outweigh a match.
-NEARNESS = 1e-5
+NEARNESS = 1e-4
 
 
 class Shape(Protocol):
@@ -64,7 +65,8 @@ def match(start: S, target: Footprint, free: Sequence[str], context_tokens: int)
         moved = sum(math.log(shape.number(name) / start.number(name)) ** 2 for name in free)
         return mismatch(shape.footprint(context_tokens), target) + NEARNESS * moved
 
-    return _descend(start, cost, free)
+    starts = [shape for name in free for shape in _around(start, (name,))]
+    return min((_descend(shape, cost, free) for shape in starts), key=cost)
 
 
 def _descend(start: S, cost: Callable[[S], float], free: Sequence[str]) -> S:

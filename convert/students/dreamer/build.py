@@ -41,8 +41,11 @@ def dreamer_tensors(
         if name not in ("attention", "experts"):
             part.to_empty(device=teacher.device).apply(student._init_weights)
     new = {name: value for name, value in layer.state_dict().items() if not value.is_meta}
-    new |= {name: torch.zeros_like(value, device=teacher.device)
-            for name, value in layer.state_dict().items() if "." not in name}
+    new |= {
+        name: torch.zeros_like(value, device=teacher.device)
+        for name, value in layer.state_dict().items()
+        if "." not in name
+    }
     return {f"model.dreamer.{name}": v.detach().to(dtype) for name, v in (made | new).items()}
 
 

@@ -194,7 +194,9 @@ class DreamerPass:
     def of(cls, layer: DreamerLayer) -> DreamerPass:
         """A new one."""
         slices = layer.config.slices
-        stacks = stacks_of(layer.attention.modules(), 1) | stacks_of(layer.experts.modules(), slices)
+        stacks = stacks_of(layer.attention.modules(), 1) | stacks_of(
+            layer.experts.modules(), slices
+        )
         return cls(layer, stacks)
 
     def visit(self, step: Step) -> Visit:
