@@ -223,10 +223,27 @@ def generate(
 
 @app.command()
 @with_session
-def inspect(session: Session, model: Model, revision: Revision = None) -> None:
+def inspect(
+    session: Session,
+    model: Model,
+    revision: Revision = None,
+    match: Annotated[
+        bool, typer.Option("--match", help="The Dreamer of the same size, speed and memory.")
+    ] = False,
+    hold: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=COUNT]", help="With --match: a number of it that stays."),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(min=1, help="With --match: tokens of the rows that are counted in.")
+    ] = 4096,
+) -> None:
     """Layer map, parameters and cache bytes a token of a teacher or a student."""
-    from ltconvert import cli_inspect
+    from ltconvert import cli_inspect, cli_match
 
+    if match:
+        cli_match.run(model, revision, hold or [], context, as_json=session.json)
+        return
     cli_inspect.run(model, revision, as_json=session.json, verbose=session.verbose)
 
 
