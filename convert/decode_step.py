@@ -132,6 +132,8 @@ def _layer_steps(model: LT2ForCausalLM) -> list[LayerStep]:
     model, and the memory of the merged copies is what that takes.
     """
     inner = model.model
+    if inner.dreamer is not None:
+        raise ValueError("a Dreamer has no one-token step; use the model's own generate()")
     steps: dict[tuple[int, int], LayerStep] = {}
     found = []
     for visit in inner.schedule:

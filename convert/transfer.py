@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ltconvert.convert.mixers import Projections
 from ltconvert.convert.mixers.moda import SlotProjection
-from ltconvert.convert.students.dreamer.build import dreamer_tensors
+from ltconvert.convert.students.dreamer.build import dreamer_options, dreamer_tensors
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.tying import tie_layers, tied_spec
@@ -200,6 +200,7 @@ def student_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str,
         "depth_rope", "depth_bias", "depth_linear_writes",
     )  # fmt: skip
     options = {name: settings[name] for name in names}
+    options["dreamer"] = dreamer_options(spec, settings)
     for name, own in _loops_of(spec).items():
         options[name] = own if settings[name] is None else settings[name]
     loops = options["loops"]

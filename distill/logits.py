@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from ltconvert.convert.students.blocks import run_choosing_layer, run_layer
 from ltconvert.convert.students.depth_layer import DepthCall
+from ltconvert.convert.students.dreamer.router import Routes
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
 from ltconvert.distill.objective import Wrap
+from ltconvert.distill.routing import Release
 from ltconvert.distill.stage import StageInputs, StageResult
 from ltconvert.kernels.linear_kl import LinearKL, linear_kl
 from ltconvert.recipes.schema import LogitsSettings
@@ -33,7 +35,7 @@ class LogitsObjective:
     ``loop_warmup_share`` of the steps, and that of the last loop alone from then on. Mixers that
     choose keys add ``choice_weight`` times the loss of what chooses, over the chosen ones. Where
     layers read a depth stream, the schedule of their merge goes from 0 to 1, steadily, during
-    ``depth_warmup_share`` of the steps.
+    ``depth_warmup_share`` of the steps; so does the routing of a Dreamer during ``release_share``.
 
     Args:
         teacher: frozen; runs without gradients.
@@ -48,10 +50,12 @@ class LogitsObjective:
         # The exit gate does not enter the loss: left trainable, it would only be decayed.
         if student.model.exit_gate is not None:
             student.model.exit_gate.requires_grad_(False)
+        dreamer, shares = student.model.dreamer, (settings.release_share, settings.balance_rate)
+        self.release = None if dreamer is None else Release(dreamer, *shares)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Converted mixers and what a depth stream needs at ``mixer_lr``; everything else, kept
-        attention too, at ``lr``.
+        """Converted mixers and what a depth stream or a Dreamer needs at ``mixer_lr``; everything
+        else, kept attention too, at ``lr``.
         """
         layers = self.module.model.layers
         mixers = [
@@ -60,7 +64,10 @@ class LogitsObjective:
             if is_converted(self.module, i)
             for parameter in layer.mixer.parameters()
         ]
-        mixers += [p for name, p in self.module.named_parameters() if "depth_" in name]
+        if self.release is not None:
+            mixers += self.release.layer.new_parameters()
+        else:
+            mixers += [p for name, p in self.module.named_parameters() if "depth_" in name]
         own = {id(parameter) for parameter in mixers}
         rest = [p for p in self.module.parameters() if p.requires_grad and id(p) not in own]
         groups = [
@@ -79,7 +86,7 @@ class LogitsObjective:
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
     ) -> dict[str, Tensor]:
         """One forward of each model, one backward; ``loss``, ``kl``, ``ce`` in nats a token."""
-        self.merge_depth(progress)
+        self.move_schedules(progress)
         with torch.no_grad():
             teacher = _hidden(self.teacher, batch)
         student = _hidden(self.module, batch, learns_choice=True)
@@ -88,14 +95,18 @@ class LogitsObjective:
         if progress < self.settings.loop_warmup_share:
             loss = loss + self._earlier_loops(student, teacher, batch)
         values = {"kl": last.kl, "ce": last.ce}
+        if self.release is not None:
+            values |= self.release.count(student.routes, batch.mask_BT)
         if student.choice is not None:
             loss = loss + self.settings.choice_weight * student.choice
             values["choice"] = student.choice.detach()
         backward(loss)
         return {"loss": loss.detach(), **values}
 
-    def merge_depth(self, progress: float) -> None:
-        """Set the schedule of a depth stream, if there is one, to what it is at ``progress``."""
+    def move_schedules(self, progress: float) -> None:
+        """Set what is merged in or released, if anything, to where it is at ``progress``."""
+        if self.release is not None:
+            self.release.begin(progress)
         model, share = self.module.model, self.settings.depth_warmup_share
         if model.depth_plan is not None:
             model.depth_schedule.fill_(min(1.0, progress / share) if share else 1.0)
@@ -132,11 +143,12 @@ class LogitsObjective:
 
 
 class Hidden(NamedTuple):
-    """What the head reads, the same after every loop, the loss of what chooses keys."""
+    """What the head reads, the same after every loop, the loss of what chooses keys, routes."""
 
     last_BTC: Tensor
     loops_BTC: tuple[Tensor, ...]
     choice: Tensor | None
+    routes: tuple[tuple[Routes, Routes], ...]
 
 
 def _hidden(model: LT2ForCausalLM, batch: Batch, *, learns_choice: bool = False) -> Hidden:
@@ -148,7 +160,8 @@ def _hidden(model: LT2ForCausalLM, batch: Batch, *, learns_choice: bool = False)
         use_cache=False,
         learns_choice=learns_choice,
     )
-    return Hidden(output.last_hidden_state, output.loop_states, output.choice_loss)
+    last_BTC, loops_BTC = output.last_hidden_state, output.loop_states
+    return Hidden(last_BTC, loops_BTC, output.choice_loss, output.routes or ())
 
 
 def frozen_copy(model: LT2ForCausalLM, dtype: torch.dtype) -> LT2ForCausalLM:
@@ -194,7 +207,7 @@ def run(
     """
     objective = prepare(inputs, settings)
     trained = inputs.train(objective, settings, stage_dir, stage)
-    objective.merge_depth(1.0)
+    objective.move_schedules(1.0)
     objective.module.model.gradient_checkpointing = False
     facts = {"tokens": trained.tokens, "steps": trained.steps, "seconds": trained.seconds}
     return StageResult(objective.module.eval().requires_grad_(False), facts=facts)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ltconvert.convert.students.dreamer.banks import Bank
 from ltconvert.recipes.schema import TrainSettings
 
 
@@ -52,14 +53,14 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW over the groups of ``module``'s parameters; weight decay on its matrices alone.
 
-    Matrices are the weights of linear layers and embeddings. Other parameters with two axes are
+    Matrices are the weights of linear layers (of banks of them, too) and embeddings. Other parameters with two axes are
     none (norms by head and channel, residuals by loop and channel, convolutions that start as the
     identity): 0 is not where they come from.
 
     The fused form updates in place in one pass, without temporary copies of all gradients, on a
     CPU too.
     """
-    layers = (m for m in module.modules() if isinstance(m, nn.Linear | nn.Embedding))
+    layers = (m for m in module.modules() if isinstance(m, nn.Linear | nn.Embedding | Bank))
     decayed = {id(layer.weight) for layer in layers}
     prepared = []
     for group in groups:

@@ -269,6 +269,11 @@ def _opened(
     device = torch.device(device) if device is not None else teacher.model.device
     if teacher.tokenizer is None:
         raise UserError(f"teacher {teacher.name} has no tokenizer; text cannot be tokenised")
+    if teacher.model.config.dreamer is not None:
+        raise UserError(
+            f"teacher {teacher.name} is a Dreamer; a teacher has layers: give the model that it was "
+            "made from"
+        )
     converted = sorted(set(teacher.model.config.mixers) - {"full"})
     if converted:
         raise UserError(

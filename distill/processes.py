@@ -33,6 +33,13 @@ def wait_for_everyone() -> None:
         torch.distributed.barrier()
 
 
+def sum_of_processes(value: torch.Tensor) -> torch.Tensor:
+    """A value added up over the processes of a run, in place; as it is in a single one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(value)
+    return value
+
+
 def seed_everything(seed: int, stage: str, step: int, process: int) -> None:
     """Start all random generators at a point that these four alone decide."""
     key = f"{seed}/{stage}/{step}/{process}".encode()

@@ -1,7 +1,7 @@
 """Checkpoints of a stage in training: written whole, then renamed; a half-written one never counts.
 
-``<stage_dir>/checkpoint`` holds the trainable parameters, the optimiser and ``state.json`` (step,
-position in the data, sizes of the other two files). While the next one is written it is
+``<stage_dir>/checkpoint`` holds trained parameters and buffers, the optimiser and ``state.json``
+(step, position in the data, sizes of the other two files). While the next one is written it is
 ``checkpoint.tmp``; for the moment between two renames the former one is ``checkpoint.old``.
 """
 
@@ -50,6 +50,11 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
+def resumed(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a stage changes in its module: trained parameters, and buffers."""
+    return {**trainable(module), **dict(module.named_buffers())}
+
+
 def save_checkpoint(
     stage_dir: Path, state: TrainState, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Path:
@@ -58,7 +63,7 @@ def save_checkpoint(
     temporary, former = target.with_suffix(".tmp"), target.with_suffix(".old")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    tensors = {name: p.detach().cpu().contiguous() for name, p in trainable(module).items()}
+    tensors = {name: p.detach().cpu().contiguous() for name, p in resumed(module).items()}
     save_file(tensors, temporary / _PARAMETERS)
     torch.save(optimizer.state_dict(), temporary / _OPTIMISER)
     sizes = {name: (temporary / name).stat().st_size for name in (_PARAMETERS, _OPTIMISER)}
@@ -128,7 +133,7 @@ def _read_state(folder: Path) -> tuple[TrainState, dict[str, int]]:
 
 
 def _copy_parameters(folder: Path, tensors: Mapping[str, torch.Tensor], module: nn.Module) -> None:
-    parameters = trainable(module)
+    parameters = resumed(module)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     for name in sorted(shapes.keys() | expected.keys()):

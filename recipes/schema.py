@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from ltconvert.recipes.base import Settings
+from ltconvert.recipes.dreamer import DreamerSettings
 
 STAGES = ("loop", "align", "select", "logits", "longctx")  # in the order in which they run
 CompileSetting = Literal["auto", "off", "layers"]
@@ -31,16 +34,12 @@ Method = Literal[
 ]
 
 
-class Settings(BaseModel):
-    """Base of all settings: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class StudentSettings(Settings):
+class StudentSettings(DreamerSettings):
     """What the student is: its mixer, how many layers stay full, how it loops."""
 
-    kind: Literal["lt2"] = Field("lt2", description="family of the student")
+    kind: Literal["lt2", "dreamer"] = Field(
+        "lt2", description="family of the student: layers, or one layer of experts"
+    )
     mixer: Mixer | list[Mixer] = Field(
         "gdn", description="mixer of the converted layers; several take turns from layer to layer"
     )
@@ -217,11 +216,24 @@ class StudentSettings(Settings):
             raise ValueError(
                 f"student.drop_layers is {dropped}; expected a share in [0, 1), a count, or a list"
             )
-        if dropped and (self.kinds != ["full"] or self.loop_start is not None):
+        converts = self.kinds != ["full"] or self.kind != "lt2" or self.loop_start is not None
+        if dropped and converts:
             raise ValueError(
                 "student.drop_layers shortens the teacher and converts nothing: set student.mixer"
-                " to full, and leave out student.loop_start"
+                " to full, and leave out student.loop_start and student.kind"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _dreamers_attention_is_full(self) -> Self:
+        """Its one layer has no place for another mixer, a gate, or loops of its own."""
+        if self.kind == "dreamer":
+            wanted = {"mixer": "full", "sdpa_gate": False, "loop_start": None}
+            for name, value in wanted.items():
+                if (given := getattr(self, name)) != value:
+                    raise ValueError(
+                        f"student.kind dreamer needs student.{name} {value}, got {given}"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -395,6 +407,16 @@ class LogitsSettings(TrainSettings):
         le=1,
         description="`moda`: share of steps in which depth is merged in, from nothing to wholly",
     )
+    release_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="`dreamer`: share of steps in which routing goes from the teacher's layers to"
+        " what is learned",
+    )
+    balance_rate: float = Field(
+        1e-3, ge=0, description="`dreamer`: what an expert's balancing bias moves a step"
+    )
 
 
 class LoopSettings(LogitsSettings):
@@ -406,6 +428,7 @@ class LoopSettings(LogitsSettings):
     lr: float = Field(1e-4, gt=0, description="peak learning rate")
     loop_warmup_share: float = Field(0.0, ge=0, le=1)
     depth_warmup_share: float = Field(0.0, ge=0, le=1)
+    release_share: float = Field(0.0, ge=0, le=1)
 
 
 class LongctxSettings(LogitsSettings):
@@ -417,6 +440,7 @@ class LongctxSettings(LogitsSettings):
     ce_weight: float = Field(0.5, ge=0, description="weight of next-token cross-entropy")
     loop_warmup_share: float = Field(0.0, ge=0, le=1)
     depth_warmup_share: float = Field(0.0, ge=0, le=1)
+    release_share: float = Field(0.0, ge=0, le=1)
 
 
 class EvalSettings(Settings):

@@ -91,6 +91,8 @@ def tiny_model(
     scatter(model, seed)
     if model.model.depth_plan is not None:
         model.model.depth_schedule.fill_(0.7)
+    if model.model.dreamer is not None:
+        model.model.dreamer.set_release(0.6)
     return model
 
 

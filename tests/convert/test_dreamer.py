@@ -7,30 +7,295 @@ from typing import Any
 import pytest
 import torch
 from helpers import FAMILIES, tiny_model, tiny_spec, tokens
+from torch import Tensor
 
+from ltconvert.convert.decoding import Decoder
+from ltconvert.convert.students.dreamer import grouped
+from ltconvert.convert.students.dreamer.config import DreamerConfig
+from ltconvert.convert.students.dreamer.depth import depth_angles
+from ltconvert.convert.students.dreamer.router import Router, start_logits
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.convert.transfer import build_student
+from ltconvert.convert.transfer import build_student, new_tensors
+
+
+def dreamer_options(layers: int = 3, slices: int = 1, **options: Any) -> dict[str, Any]:
+    """A DreamerConfig as saved; by default twice as many experts as one MLP has slices."""
+    return {
+        "entries": layers,
+        "experts": layers * slices,
+        "slices": slices,
+        "top_experts": 2 * slices,
+        "shared_size": 16,
+        **options,
+    }
 
 
 def dreamer_of(teacher: LT2ForCausalLM, **options: Any) -> LT2ForCausalLM:
-    """A Dreamer at its start; ``options`` are those of a DreamerConfig."""
-    slices = options.setdefault("slices", 1)
-    options.setdefault("top_experts", 2 * slices)
+    """A Dreamer at its start."""
     layers = teacher.config.num_layers
-    settings = {"entries": layers, "experts": layers * slices, "shared_size": 16, **options}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return build_student(teacher, ["full"] * layers, {"dreamer": settings})
+        settings = {"dreamer": dreamer_options(layers, **options)}
+        return build_student(teacher, ["full"] * layers, settings)
+
+
+def random_dreamer(family: str, release: float, loops: int = 1, **options: Any) -> LT2ForCausalLM:
+    """Random weights in fp64, new parts included."""
+    spec = tiny_spec(family, num_loops=loops)
+    model = tiny_model(spec, dreamer=dreamer_options(**options)).double()
+    model.model.dreamer.set_release(release)
+    return model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("slices", [1, 4])
 def test_it_starts_as_its_teacher(family: str, slices: int) -> None:
     teacher, ids = tiny_model(tiny_spec(family)), tokens(2, 17)
-    student = dreamer_of(teacher, slices=slices)
+    student = dreamer_of(teacher, slices=slices, stream_norm=True)
     with torch.no_grad():
         found = student(ids)
         torch.testing.assert_close(found.logits, teacher(ids).logits, atol=1e-4, rtol=0)
         assert found.routes == ()
         student.model.dreamer.set_release(1.0)
         assert (student(ids).logits - found.logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_released_it_is_the_teacher_where_own_experts_are_chosen_alone(family: str) -> None:
+    teacher, ids = tiny_model(tiny_spec(family)), tokens(2, 9)
+    student = dreamer_of(teacher, slices=2, top_entries=1, top_experts=2, parallel=True)
+    student.model.dreamer.set_release(1.0)
+    with torch.no_grad():
+        found = student(ids)
+        torch.testing.assert_close(found.logits, teacher(ids).logits, atol=1e-4, rtol=0)
+    entries, experts = zip(*found.routes, strict=True)
+    layers = [step.layer for step in student.model.schedule]
+    assert [route.chosen_NK.unique().tolist() for route in entries] == [[i] for i in layers]
+    assert [route.chosen_NK.unique().tolist() for route in experts] == [
+        [2 * i, 2 * i + 1] for i in layers
+    ]
+
+
+def test_new_tensors_are_the_routers_depth_and_shared_ones() -> None:
+    teacher = tiny_model(tiny_spec())
+    parts = {name.split(".")[2] for name in new_tensors(dreamer_of(teacher), teacher)}
+    assert parts == {
+        "attention", "attention_router", "depth", "expert_router", "experts", "shared",
+    }  # fmt: skip
+
+
+def norm(x: Tensor, eps: float, gain: Tensor | float = 1.0) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain
+
+
+def shares(
+    router: Router, h: Tensor, depth: int, layer: int, release: float
+) -> tuple[Tensor, Tensor]:
+    """Weight of every expert for one token, and the highest score chosen."""
+    logits = router.keys @ h + router.depth_logits[depth]
+    ranked = logits if router.select_by == "logits" else torch.sigmoid(logits)
+    chosen = sorted(range(len(logits)), key=lambda e: -float(ranked[e] + router.balance[e]))
+    scores = torch.zeros_like(logits)
+    for expert in chosen[: router.top]:
+        scores[expert] = torch.sigmoid(logits[expert])
+    learned = router.slices * scores / scores.sum()
+    own = torch.zeros_like(logits)
+    own[layer * router.slices : (layer + 1) * router.slices] = 1.0
+    return (1 - release) * own + release * learned, scores.max()
+
+
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """Pairs (i, i + D/2) of [..., D] turned by the first D/2 angles."""
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+
+def by_definition(model: LT2ForCausalLM, ids: Tensor, release: float) -> Tensor:
+    """Logits [T, V] of one row, token by token and expert by expert, from the formulas."""
+    inner, spec = model.model, model.model.spec
+    layer, eps, offset = inner.dreamer, spec.rms_norm_eps, spec.norm_offset
+    attention, experts, D = layer.attention, layer.experts, spec.head_dim
+    pre, post = spec.norm_layout != "post", spec.norm_layout != "pre"
+    H, G = spec.num_attention_heads, spec.num_key_value_heads
+    h, depths = inner.embed(ids)[0], len(inner.schedule)
+    length, left = len(h), []
+
+    def mixed(weights: Tensor, bank: Any) -> Tensor:
+        return torch.einsum("e,eo->o", weights, bank)
+
+    for depth, step in enumerate(inner.schedule):
+        # depth attention
+        x = norm(h, eps, layer.depth.norm.weight + offset)
+        angles = [depth * 0.01 ** (i / (D // 2 - D // 4)) for i in range(D // 2 - D // 4)]
+        angles += [(depths - 1 - depth) * 0.01 ** (i / (D // 4)) for i in range(D // 4)]
+        q, k, v = (
+            (x @ projection.weight.mT).unflatten(-1, (-1, D))
+            for projection in (layer.depth.q_proj, layer.depth.k_proj, layer.depth.v_proj)
+        )
+        q, k = (turned(y, torch.tensor(angles, dtype=y.dtype)) for y in (q, k))
+        if left:
+            keys, values = (torch.stack(part, 1) for part in zip(*left, strict=True))
+            weights = (torch.einsum("thd,tnhd->thn", q, keys) * D**-0.5).softmax(-1)
+            seen = torch.einsum("thn,tnhd->thd", weights, values).flatten(1)
+            h = h + seen @ layer.depth.o_proj.weight.mT
+        left.append((k, v))
+        # sequence attention
+        qs, ks, vs, mixes = [], [], [], []
+        for t in range(length):
+            weights, _ = shares(
+                layer.attention_router, norm(h[t], eps), depth, step.layer, release
+            )
+            y = 0
+            for e, weight in enumerate(weights):
+                x = norm(h[t], eps, attention.pre_norm.weight[e] + offset) if pre else h[t]
+                out = attention.qkv.weight[e] @ x
+                out = out if attention.qkv.bias is None else out + attention.qkv.bias[e]
+                y = y + weight * out
+            q, k, v = y.split([H * D, G * D, G * D])
+            if spec.qk_norm:
+                gains = [mixed(weights, n.weight + offset) for n in (attention.q_norm, attention.k_norm)]
+                if spec.qk_norm == "head":
+                    q, k = q.unflatten(0, (-1, D)), k.unflatten(0, (-1, D))
+                q, k = norm(q, eps, gains[0]).flatten(), norm(k, eps, gains[1]).flatten()
+            name = spec.layer_rope[step.layer]
+            if name is not None:
+                frequencies = inner._ropes[name].frequencies("cpu")[0].double()
+                q, k = (turned(y.unflatten(0, (-1, D)), t * frequencies).flatten() for y in (q, k))
+            qs, ks, vs, mixes = [*qs, q], [*ks, k], [*vs, v], [*mixes, weights]
+        window, added = spec.layer_windows[step.layer], []
+        for t in range(length):
+            out = torch.zeros(H, D, dtype=h.dtype)
+            first = 0 if window is None else max(0, t - window + 1)
+            for head in range(H):
+                g = slice(head // (H // G) * D, (head // (H // G) + 1) * D)
+                scores = torch.stack([qs[t][head * D : (head + 1) * D] @ ks[s][g] for s in range(first, t + 1)])
+                scores = scores * spec.attention_scale
+                if (cap := spec.attention_softcap) is not None:
+                    scores = cap * torch.tanh(scores / cap)
+                out[head] = scores.softmax(-1) @ torch.stack([vs[s][g] for s in range(first, t + 1)])
+            y = sum(w * (attention.o.weight[e] @ out.flatten()) for e, w in enumerate(mixes[t]))
+            if post:
+                y = norm(y, eps, mixed(mixes[t], attention.post_norm.weight + offset))
+            added.append(y)
+        h = h + torch.stack(added)
+        # expert attention
+        added = []
+        for t in range(length):
+            weights, top = shares(layer.expert_router, norm(h[t], eps), depth, step.layer, release)
+            y = 0
+            for e, weight in enumerate(weights):
+                x = norm(h[t], eps, experts.pre_norm.weight[e] + offset) if pre else h[t]
+                gate, up = (experts.gate_up.weight[e] @ x).chunk(2)
+                y = y + weight * (experts.down.weight[e] @ (experts.activation(gate) * up))
+            if post:
+                gain = mixed(weights, experts.post_norm.weight + offset) / layer.config.slices
+                y = norm(y, eps, gain)
+            added.append(y + top * layer.shared(norm(h[t], eps)))
+        h = h + torch.stack(added)
+        if layer.normed_share is not None:
+            h = h + layer.normed_share[depth] * (norm(h, eps) - h)
+        if step.closes_loop and (spec.loop_norm == "every" or step is inner.schedule[-1]):
+            h = inner.norm(h)
+    return model.logits(h)
+
+
+@pytest.mark.parametrize(
+    ("family", "loops", "release", "options"),
+    [
+        ("llama", 1, 0.0, {}),
+        ("qwen2", 2, 1.0, {"slices": 2, "select_by": "scores"}),
+        ("qwen3", 1, 0.4, {"slices": 2, "top_experts": 3}),
+        ("smollm3", 1, 1.0, {"stream_norm": True}),
+        ("olmo2", 1, 0.4, {"slices": 2}),
+        ("gemma2", 2, 0.4, {"slices": 4, "top_experts": 7, "top_entries": 3}),
+        ("gemma3", 1, 1.0, {"top_entries": 1, "top_experts": 1}),
+        ("ouro", 3, 0.4, {}),
+    ],
+)
+def test_it_is_what_its_formulas_say(
+    family: str, loops: int, release: float, options: dict[str, Any]
+) -> None:
+    model = random_dreamer(family, release, loops, **options)
+    generator = torch.Generator().manual_seed(3)
+    for router in (model.model.dreamer.attention_router, model.model.dreamer.expert_router):
+        router.balance.normal_(generator=generator)
+    with torch.no_grad():
+        wanted = by_definition(model, tokens(1, 9), release)
+        torch.testing.assert_close(model(tokens(1, 9)).logits[0], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_everything_learns_while_routing_is_released() -> None:
+    teacher, ids = tiny_model(tiny_spec("qwen3")), tokens(2, 11)
+    student = dreamer_of(teacher, stream_norm=True).double()
+    student.model.dreamer.set_release(0.5)
+    student(ids, labels=ids).loss.backward()
+    idle = {n for n, p in student.named_parameters() if p.grad is None or not p.grad.any()}
+    # The first factor of a product whose second one starts at 0 waits for that.
+    waiting = {f"depth.{n}_proj.weight" for n in "qkv"} | {"depth.norm.weight"}
+    waiting |= {"shared.gate_proj.weight", "shared.up_proj.weight"}
+    assert idle == {f"model.dreamer.{name}" for name in waiting}
+
+
+def test_sorted_products_are_the_experts_own_with_their_gradients() -> None:
+    torch.manual_seed(0)
+    x_NI, weight_EOI = torch.randn(7, 5, dtype=torch.double), torch.randn(4, 3, 5).double()
+    chosen_NK = torch.stack([torch.randperm(4)[:2] for _ in range(7)])
+    chosen_NK[chosen_NK == 2] = 3  # one expert stays idle, another comes twice
+    weights_NK = torch.rand(7, 2, dtype=torch.double)
+    values = [x_NI, weight_EOI, weights_NK]
+    sorted_, plain = ([v.clone().requires_grad_() for v in values] for _ in range(2))
+    grouping = grouped.group(chosen_NK, 4)
+    rows = grouped.grouped_linear(grouped.spread(sorted_[0], grouping), sorted_[1], grouping)
+    found = grouped.gather(rows, sorted_[2], grouping)
+    wanted = torch.einsum("nkoi,ni,nk->no", plain[1][chosen_NK], plain[0], plain[2])
+    torch.testing.assert_close(found, wanted)
+    for y in (found, wanted):
+        y.square().sum().backward()
+    for a, b in zip(sorted_, plain, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_depth_prefers_its_own_experts_and_then_near_ones() -> None:
+    logits = start_logits([0, 1, 2, 0, 1, 2], experts=6, slices=2)
+    assert logits[0] == [2.0, 2.0, -2.0, -2.0, -2.25, -2.25]
+    assert logits[5] == [-2.25, -2.25, -2.0, -2.0, 2.0, 2.0]  # layer 0 two depths before
+    assert start_logits([0, 1, 2], experts=3, slices=1)[0] == [2.0, -2.0, -2.25]
+
+
+def test_the_balancing_bias_enters_the_choice_alone() -> None:
+    router = Router(4, 5, [0, 1], slices=1, top=2, select_by="logits")
+    h_NC = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    before = router(h_NC, 0)
+    assert before.chosen_NK.tolist() == [[0, 1]] * 3
+    router.balance[4] = 9.0
+    after = router(h_NC, 0)
+    assert after.chosen_NK.tolist() == [[4, 0]] * 3
+    scores = torch.tensor([start_logits([0, 1], 5, 1)[0][e] for e in (4, 0)]).sigmoid()
+    torch.testing.assert_close(after.weights_NK[0], scores / scores.sum())
+    torch.testing.assert_close(after.top_N, before.top_N)
+
+
+def test_half_of_the_frequencies_count_the_depths_that_are_left() -> None:
+    first, last = (depth_angles(d, 5, 12, torch.device("cpu"))[:6] for d in (0, 4))
+    assert first[:3].tolist() == [0.0] * 3 and last[3:].tolist() == [0.0] * 3
+    assert last[0] == first[3] == 4.0 and 4.0 > last[1] > last[2] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"top_entries": 4}, "student.top_entries is 4, the pool holds 3; choose 1 to 3"),
+        ({"slices": 2, "experts": 6, "top_experts": 1}, "less than the 2 slices"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DreamerConfig(**{**dreamer_options(), **given})
+
+
+def test_what_it_has_not_is_refused_in_one_line() -> None:
+    model, ids = tiny_model(tiny_spec("ouro"), dreamer=dreamer_options()), tokens(1, 4)
+    with pytest.raises(ValueError, match="a Dreamer runs all depths; leave it out"):
+        model(ids, exit_threshold=0.5)
+    with pytest.raises(ValueError, match="a Dreamer has no one-token step; use .* generate"):
+        Decoder(model, 1, 8)

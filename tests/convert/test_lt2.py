@@ -26,6 +26,7 @@ MIXERS = {
     "nsa": ["nsa", "nsa", "nsa"],
     "hybrid": ["gdn", "full", "window"],
     "moda": ["moda", "gdn_window", "moda"],
+    "dreamer": ["full", "full", "full"],
 }
 SMALL = {"window_tokens": 5, "top_k_tokens": 6, "block_tokens": 2, "chosen_blocks": 2}
 CASES = [(family, name) for family in FAMILIES for name in MIXERS]
@@ -39,6 +40,8 @@ TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # models run in fp64, RoPE tables are 
 def student(family: str, mixers: str, loops: int = 2, **options: object) -> LT2ForCausalLM:
     mixers, tied = mixers.removesuffix(" tied"), mixers.endswith(" tied")
     spec = tiny_spec(family, num_loops=loops, tied_rank=3 if tied else None)
+    if mixers == "dreamer":
+        options["dreamer"] = {"entries": 3, "experts": 6, "slices": 2, "top_experts": 3}
     return tiny_model(
         spec,
         MIXERS[mixers],
@@ -213,6 +216,7 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(family: str, loops: int)
         *((family, name) for family in FAMILIES for name in ("hybrid", "hybrid tied")),
         *(("llama", mixers) for mixers in ("delta", "decay")),
         ("qwen3", "moda"),
+        ("qwen2", "dreamer"),
         *((family, mixers) for family in ("llama", "ouro") for mixers in ("dsa", "nsa")),
     ],
 )
@@ -254,7 +258,7 @@ def test_exit_probabilities_by_hand() -> None:
     torch.testing.assert_close(exit_probabilities(gates)[0, 0], torch.tensor(expected))
 
 
-@pytest.mark.parametrize("mixers", ["hybrid", "hybrid tied", "moda"])
+@pytest.mark.parametrize("mixers", ["hybrid", "hybrid tied", "moda", "dreamer"])
 def test_gradient_checkpointing_changes_no_gradient(mixers: str) -> None:
     model, ids = student("ouro", mixers).train(), tokens(2, 11)
     model(ids, labels=ids).loss.backward()

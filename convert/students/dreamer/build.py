@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.errors import UserError
 
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 # A pool's module and the layer's modules that it stacks.
@@ -24,6 +29,29 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     "experts.down": ("mlp.down_proj",),
     "experts.post_norm": ("post_mlp_norm",),
 }
+
+
+def dreamer_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A DreamerConfig as it is saved, from a recipe's student settings; None for other students.
+
+    Raises:
+        UserError: sizes that do not fit the teacher.
+    """
+    if settings["kind"] != "dreamer":
+        return None
+    if spec.tied_rank is not None:
+        raise UserError(
+            "student.kind dreamer needs a teacher whose loops share all of a layer; this one has "
+            "tensors of each loop's own"
+        )
+    slices = settings["slices"]
+    if spec.intermediate_size % slices:
+        raise UserError(
+            f"MLPs are {spec.intermediate_size} wide, which student.slices {slices} does not divide"
+        )
+    pools = {"entries": spec.num_layers, "experts": spec.num_layers * slices}
+    names = (f.name for f in fields(DreamerConfig) if f.name not in pools)
+    return asdict(DreamerConfig(**pools, **{name: settings[name] for name in names}))
 
 
 def dreamer_tensors(

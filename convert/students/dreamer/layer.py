@@ -106,6 +106,11 @@ class DreamerLayer(nn.Module):
         if self.normed_share is not None:
             nn.init.zeros_(self.normed_share)
 
+    def new_parameters(self) -> list[nn.Parameter]:
+        """What the teacher does not have: everything but the pools."""
+        pools = {*self.attention.parameters(), *self.experts.parameters()}
+        return [parameter for parameter in self.parameters() if parameter not in pools]
+
     def set_release(self, share: float) -> None:
         """Set r, from 0 to 1."""
         self.release.fill_(share)
