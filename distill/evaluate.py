@@ -8,6 +8,7 @@ Parts, each written when it is done and not measured again as long as nothing it
 - ``decode``: time of a token and bytes of the cache by context
 - ``loops``: where asked for, ways to decode a looped model that do with less
 - ``depth``: of students with mixture-of-depths attention, what it gives to depth
+- ``routing``: of Dreamer students, what depths use of the pools, and where depth attention looks
 - ``tasks``: lm-eval
 """
 

@@ -18,6 +18,7 @@ from ltconvert.distill.evaluation.generation import (
 from ltconvert.distill.evaluation.lm_eval import run_tasks
 from ltconvert.distill.evaluation.loop_decoding import Way, loop_decoding, ways
 from ltconvert.distill.evaluation.recall import recall_scores
+from ltconvert.distill.evaluation.routing_record import depth_map, pool_usage
 from ltconvert.distill.evaluation.scores import BATCH_TOKENS, heldout_rows, heldout_scores
 from ltconvert.distill.evaluation.task_scores import compare
 from ltconvert.errors import UserError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 64
 TASK_ROWS = 8
 DEPTH_BATCHES = 4
+ROUTING_BATCHES = 4
 
 
 @dataclass
@@ -132,6 +134,17 @@ def _depth(job: Evaluation) -> dict[str, Any] | None:
     return job.each(lambda model: depth_mass(model, batches, precision=job.precision))
 
 
+def _routing(job: Evaluation) -> dict[str, Any] | None:
+    student = job.models.get("student")
+    if student is None or student.model.dreamer is None:
+        return None
+    batches = job.batches()[:ROUTING_BATCHES]
+    usage = pool_usage(student, batches, precision=job.precision)
+    weights = depth_map(student, batches, precision=job.precision)
+    pools = {name: of_pool.to_dict() for name, of_pool in usage.items()}
+    return {"student": {"pools": pools, "depth_map": weights}}
+
+
 def _tasks(job: Evaluation) -> dict[str, Any] | None:
     if not job.settings.tasks:
         return None
@@ -182,5 +195,6 @@ PARTS: dict[str, Part] = {
         reads_data=True,
     ),
     "depth": Part(_depth, ("heldout_tokens", "heldout_seq_len_tokens"), reads_data=True),
+    "routing": Part(_routing, ("heldout_tokens", "heldout_seq_len_tokens"), reads_data=True),
     "tasks": Part(_tasks, ("tasks", "task_limit")),
 }

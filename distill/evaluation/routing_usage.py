@@ -89,12 +89,3 @@ class Usage:
             "imbalance": self.imbalance(),
             "load": (self.chosen_DE / max(self.tokens, 1)).tolist(),
         }
-
-
-def depth_map(weights: list[Tensor]) -> list[list[float]]:
-    """Mean weight that a depth's queries give to each earlier depth, as rows of that many columns.
-
-    Args:
-        weights: for each depth [..., S]: what its queries give to the S depths they can see.
-    """
-    return [depth.double().flatten(0, -2).mean(0).tolist() for depth in weights]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ltconvert.distill.evaluation.routing_usage import Usage, depth_map
+from ltconvert.distill.evaluation.routing_usage import Usage
 from ltconvert.distill.report import build_report
 
 
@@ -60,11 +60,6 @@ def test_batches_add_up() -> None:
         parts.add(0, torch.tensor(ids), torch.ones(len(ids), 1))
     assert parts.tokens == 3
     assert torch.equal(parts.chosen_DE, whole.chosen_DE)
-
-
-def test_a_depth_map_is_the_mean_over_tokens_and_heads() -> None:
-    second = torch.tensor([[[0.25, 0.75], [0.75, 0.25]], [[1.0, 0.0], [1.0, 0.0]]])  # [N, H, S]
-    assert depth_map([torch.ones(2, 2, 1), second]) == [[1.0], [0.75, 0.25]]
 
 
 def test_the_report_shows_it(tmp_path: Path) -> None:

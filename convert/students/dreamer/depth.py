@@ -49,12 +49,12 @@ class DepthAttention(nn.Module):
         """
         x_BTC = self.norm(h_BTC)
         leaves = depth + 1 < self.depths
-        left = (self._placed(self.k_proj, x_BTC, depth), self._heads(self.v_proj, x_BTC))
+        left = (self.placed(self.k_proj, x_BTC, depth), self._heads(self.v_proj, x_BTC))
         if not depth:
             return None, left if leaves else None
         assert slots is not None
         o_BTHD, _ = depth_only_attention(
-            self._placed(self.q_proj, x_BTC, depth),
+            self.placed(self.q_proj, x_BTC, depth),
             slots.keys_BTNGD,
             slots.values_BTNGD,
             slots=depth,
@@ -67,7 +67,7 @@ class DepthAttention(nn.Module):
         heads_BTHD: Tensor = projection(x_BTC).unflatten(-1, (-1, self.head_dim))
         return heads_BTHD
 
-    def _placed(self, projection: nn.Module, x_BTC: Tensor, depth: int) -> Tensor:
+    def placed(self, projection: nn.Module, x_BTC: Tensor, depth: int) -> Tensor:
         """Queries or keys at their depth."""
         x_BTHD = self._heads(projection, x_BTC)
         angles_D = depth_angles(depth, self.depths, self.head_dim, x_BTC.device)

@@ -1,0 +1,144 @@
+"""Smaller pools: entries that are used least leave, or are merged into those most like them.
+
+E entries before, E' after, D depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ltconvert.convert.students.dreamer.pools import Pool
+from ltconvert.convert.students.dreamer.router import Router
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.errors import UserError
+
+How = Literal["drop", "merge"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What becomes of a pool.
+
+    Attributes:
+        groups: for each entry that stays the old ones that it is made of, itself first.
+        shares: of each of them in the mean; they sum to 1.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    shares: tuple[tuple[float, ...], ...]
+
+    @property
+    def kept(self) -> list[int]:
+        """Entries that stay."""
+        return [group[0] for group in self.groups]
+
+
+def choose(weight_DE: Tensor, likeness_EE: Tensor, keep: int, how: How = "drop") -> Cut:
+    """Keep the ``keep`` entries with most weight; of equal ones the earlier.
+
+    Args:
+        weight_DE: routing weights that tokens gave to each entry at each depth, summed.
+        likeness_EE: how alike parameters are, see ``likeness``. To it the likeness of use is added:
+            entries that serve the same depths do similar work.
+        how: the others leave, or enter the mean of the entry most like them, each with its weight.
+    """
+    weight_E = weight_DE.sum(0)
+    ranked = weight_E.argsort(descending=True, stable=True).tolist()
+    kept, others = sorted(ranked[:keep]), ranked[keep:]
+    groups = {entry: [entry] for entry in kept}
+    if how == "merge":
+        use_DE = nn.functional.normalize(weight_DE, dim=0)
+        alike_EE = likeness_EE.to(use_DE) + use_DE.T @ use_DE
+        for entry in others:
+            nearest = kept[int(alike_EE[entry, kept].argmax())]
+            groups[nearest].append(entry)
+    return Cut(
+        tuple(tuple(groups[entry]) for entry in kept),
+        tuple(tuple(_shares(weight_E[groups[entry]])) for entry in kept),
+    )
+
+
+def _shares(weights: Tensor) -> list[float]:
+    total = float(weights.sum())
+    return (weights / total).tolist() if total else [1 / len(weights)] * len(weights)
+
+
+@torch.no_grad()
+def likeness(pool: nn.Module) -> Tensor:
+    """Cosines of all entries' parameters, [E, E] in fp32."""
+    grams = [p.flatten(1).float() @ p.flatten(1).float().T for p in pool.parameters()]
+    gram_EE = torch.stack(grams).sum(0)
+    norm_E = gram_EE.diagonal().clamp(min=1e-30).sqrt()
+    return gram_EE / (norm_E[:, None] * norm_E)
+
+
+@torch.no_grad()
+def shrink(model: LT2ForCausalLM, attention: Cut, experts: Cut) -> None:
+    """Cut both pools in place. Gradients and optimisers of before do not fit any more.
+
+    Parameters are means by ``shares``, neurons as they stand: nothing is permuted to fit. A merged
+    entry is as welcome at each depth as the most welcome of its parts.
+
+    Raises:
+        UserError: routing is still forced, tokens use more than is left, or slices of an MLP are
+            left that make no whole one.
+    """
+    layer = model.model.dreamer
+    assert layer is not None, "not a Dreamer"
+    if layer.released() < 1.0:
+        raise UserError(
+            f"routing is released to {layer.released():.2f}; a pool shrinks once it is released"
+            " wholly (logits.release_share below 1)"
+        )
+    if len(experts.groups) % layer.config.slices:
+        raise UserError(
+            f"{len(experts.groups)} experts are no whole number of MLPs of {layer.config.slices}"
+        )
+    config = replace(
+        layer.config, entries=len(attention.groups), experts=len(experts.groups)
+    )  # refuses pools that are too small
+    _cut_pool(layer.attention, attention)
+    _cut_router(layer.attention_router, attention)
+    _cut_pool(layer.experts, experts)
+    _cut_router(layer.expert_router, experts)
+    layer.config, model.config.dreamer = config, asdict(config)
+
+
+def _cut_pool(pool: Pool, cut: Cut) -> None:
+    for module in pool.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, _parameter(_means(parameter, cut), parameter))
+
+
+def _cut_router(router: Router, cut: Cut) -> None:
+    router.keys = _parameter(_means(router.keys, cut), router.keys)
+    highest = [router.depth_logits[:, list(group)].amax(1) for group in cut.groups]
+    router.depth_logits = _parameter(torch.stack(highest, dim=1), router.depth_logits)
+    router.balance = _means(router.balance, cut)
+    router.load = torch.zeros_like(router.balance)
+
+
+def _means(value: Tensor, cut: Cut) -> Tensor:
+    """[E, ...] -> [E', ...], in the value's dtype."""
+    return torch.stack(
+        [
+            _mean(value[list(group)], shares)
+            for group, shares in zip(cut.groups, cut.shares, strict=True)
+        ]
+    )
+
+
+def _mean(values: Tensor, shares: Sequence[float]) -> Tensor:
+    if len(shares) == 1:
+        return values[0].clone()
+    weights = torch.tensor(shares, device=values.device, dtype=torch.float32)
+    return torch.einsum("e,e...->...", weights, values.float()).to(values.dtype)
+
+
+def _parameter(value: Tensor, former: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=former.requires_grad)

@@ -1,0 +1,79 @@
+"""Routes and depth weights of a Dreamer on text, against those of its parts called by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dreamer_case import released
+from evaluation_case import make_batch
+
+from ltconvert.distill.evaluation.routing_record import depth_map, pool_usage
+
+BATCH = make_batch([[9, 11], [16]], 20, 0)  # two documents and a padded one
+KEPT = 20 + 16
+
+
+def test_tokens_that_are_no_padding_are_counted_once_a_choice() -> None:
+    model = released(slices=2, top_experts=3, top_entries=2)
+    usage = pool_usage(model, [BATCH, BATCH])
+    for name, choices in (("attention", 2), ("experts", 3)):
+        assert usage[name].tokens == 2 * KEPT
+        assert usage[name].chosen_DE.sum(1).tolist() == [2 * KEPT * choices] * 3
+    # The weights of a token's experts sum to the slices of one MLP, those of entries to 1.
+    assert usage["attention"].weight_DE.sum(1).tolist() == pytest.approx([2 * KEPT] * 3)
+    assert usage["experts"].weight_DE.sum(1).tolist() == pytest.approx([4 * KEPT] * 3)
+
+
+def test_choices_are_those_of_the_model() -> None:
+    model = released()
+    usage = pool_usage(model, [BATCH])["experts"]
+    with torch.no_grad():
+        output = model.model(
+            BATCH.input_ids_BT, attention_mask=BATCH.mask_BT, segment_ids=BATCH.segment_ids_BT
+        )
+    for depth, (_, experts) in enumerate(output.routes):
+        ids = experts.chosen_NK[BATCH.keep_BT.flatten()]
+        wanted = [int((ids == expert).sum()) for expert in range(3)]
+        assert usage.chosen_DE[depth].tolist() == wanted
+
+
+def test_while_routing_is_forced_each_depth_uses_its_layer() -> None:
+    model = released("ouro", slices=2)
+    model.model.dreamer.set_release(0.0)
+    usage = pool_usage(model, [BATCH])
+    assert usage["attention"].depths_E() == [4] * 3  # loops
+    assert usage["experts"].distinct_D() == [2] * 12
+    assert usage["experts"].imbalance() == 1.0
+
+
+def test_depth_weights_are_those_written_out() -> None:
+    model = released(depth_heads=2)
+    attention, ids = model.model.dreamer.depth, BATCH.input_ids_BT
+    seen: list[tuple[Any, ...]] = []
+    handle = attention.register_forward_hook(lambda _, given, __: seen.append(given))
+    with torch.no_grad():
+        model.model(ids, attention_mask=BATCH.mask_BT, segment_ids=BATCH.segment_ids_BT)
+    handle.remove()
+    keys, wanted = [], [[], [1.0]]
+    with torch.no_grad():
+        for h_BTC, depth, _ in seen:
+            x_BTC = attention.norm(h_BTC)
+            keys.append(attention.placed(attention.k_proj, x_BTC, depth))
+            q_BTHD = attention.placed(attention.q_proj, x_BTC, depth)
+    scores = torch.stack([(q_BTHD * key).sum(-1) for key in keys[:2]], dim=-1)
+    weights = (scores / attention.head_dim**0.5).softmax(-1)
+    wanted.append(weights[BATCH.keep_BT].mean((0, 1)).tolist())
+    found = depth_map(model, [BATCH])
+    assert [len(row) for row in found] == [0, 1, 2]
+    for row, expected in zip(found, wanted, strict=True):
+        assert row == pytest.approx(expected, abs=1e-5)
+    assert depth_map(released(depth_heads=0), [BATCH]) == []
+
+
+def test_what_is_recorded_is_plain(tmp_path: Path) -> None:
+    usage = pool_usage(released(), [BATCH])
+    assert json.loads(json.dumps(usage["experts"].to_dict()))["tokens"] == KEPT
