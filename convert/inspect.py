@@ -12,7 +12,7 @@ from torch import nn
 from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
-from ltconvert.convert.students.blocks import DecoderLayer
+from ltconvert.convert.students.dreamer import facts as dreamer
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 
 
@@ -34,6 +34,10 @@ class LayerFacts:
         cache_tokens: tokens after which the cache stops growing, None where it never does.
         state_bytes: over all visits, whatever the context (recurrent state, convolution history).
         depth_slots: of the depth stream, that a visit reads on average.
+        rows: vectors that stand for a token in its products, at most; above 1 in a Dreamer.
+
+    A Dreamer has one layer: here are what its depths use of it, by the teacher's layers whose
+    places they take.
     """
 
     layer: int
@@ -52,6 +56,7 @@ class LayerFacts:
     cache_tokens: int | None
     state_bytes: int
     depth_slots: float
+    rows: int = 1
 
     @property
     def visited(self) -> tuple[int, int]:
@@ -136,8 +141,8 @@ def model_facts(config: LT2Config, cache_dtype: torch.dtype = torch.bfloat16) ->
         family=config.family,
         loops=config.num_loops,
         layers=tuple(
-            _layer_facts(config, block, layer, visits[layer], cache_dtype.itemsize)
-            for layer, block in enumerate(model.model.layers)
+            _layer_facts(config, model.model, layer, visits[layer], cache_dtype.itemsize)
+            for layer in range(config.num_layers)
         ),
         parameters=count(model) - (model.lm_head.weight.numel() if tied else 0),
         embedding_parameters=embedding,
@@ -148,6 +153,8 @@ def model_facts(config: LT2Config, cache_dtype: torch.dtype = torch.bfloat16) ->
 
 def _depth_width(model: LT2Model) -> int:
     """Keys and values of all slots, once for each kind of positions."""
+    if model.dreamer is not None:
+        return dreamer.depth_width(model.dreamer)
     if model.depth_plan is None:
         return 0
     width = model.spec.num_key_value_heads * model.spec.head_dim
@@ -173,12 +180,13 @@ def count_own(module: nn.Module) -> int:
 
 
 def _layer_facts(
-    config: LT2Config, block: DecoderLayer, layer: int, visits: int, itemsize: int
+    config: LT2Config, model: LT2Model, layer: int, visits: int, itemsize: int
 ) -> LayerFacts:
     assert config.mixers is not None
     kind = config.mixers[layer]
     per_token, limit, state = _cache(config, layer, itemsize)
     return LayerFacts(
+        **_weights(model, layer),
         layer=layer,
         mixer=kind,
         window=config.window(layer) if MIXERS[kind].keeps_keys else None,
@@ -186,20 +194,34 @@ def _layer_facts(
         choosing_width=_choosing_width(config, layer),
         rope=config.layer_rope[layer] if MIXERS[kind].uses_rope else None,
         visits=visits,
-        parameters=count(block),
-        mixer_parameters=count(block.mixer),
-        own_parameters=count_own(block),
-        mixer_own_parameters=count_own(block.mixer),
-        aligned_parameters=sum(p.numel() for p in block.mixer.aligned_parameters()),
         cache_bytes_per_token=visits * per_token,
         cache_tokens=limit,
         state_bytes=visits * state,
-        depth_slots=_depth_slots(config, layer),
+        depth_slots=_depth_slots(config, model, layer),
     )
 
 
-def _depth_slots(config: LT2Config, layer: int) -> float:
+def _weights(model: LT2Model, layer: int) -> dict[str, int]:
+    """What a layer holds, or what a Dreamer uses in its place."""
+    if model.dreamer is not None:
+        active, of_attention = dreamer.active_parameters(model.dreamer)
+        none = dict.fromkeys(("own_parameters", "mixer_own_parameters", "aligned_parameters"), 0)
+        used = {"parameters": active, "mixer_parameters": of_attention}
+        return none | used | {"rows": dreamer.routed_rows(model.dreamer)}
+    block = model.layers[layer]
+    return {
+        "parameters": count(block),
+        "mixer_parameters": count(block.mixer),
+        "own_parameters": count_own(block),
+        "mixer_own_parameters": count_own(block.mixer),
+        "aligned_parameters": sum(p.numel() for p in block.mixer.aligned_parameters()),
+    }
+
+
+def _depth_slots(config: LT2Config, model: LT2Model, layer: int) -> float:
     """Slots that a visit of a layer reads on average."""
+    if model.dreamer is not None:
+        return dreamer.mean_depth_keys(model.dreamer)
     plan = config.depth_plan()
     if plan is None:
         return 0.0
