@@ -12,14 +12,13 @@ from torch import nn
 from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
-from ltconvert.convert.students.blocks import DecoderLayer
-from ltconvert.convert.students.dreamer.layer import DreamerLayer
+from ltconvert.convert.students.dreamer import facts as dreamer
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One physical layer; of a Dreamer the place of a teacher's layer, and what a visit uses there.
+    """One physical layer.
 
     Attributes:
         mixer: one of ``MIXERS``.
@@ -35,6 +34,10 @@ class LayerFacts:
         cache_tokens: tokens after which the cache stops growing, None where it never does.
         state_bytes: over all visits, whatever the context (recurrent state, convolution history).
         depth_slots: of the depth stream, that a visit reads on average.
+        rows: vectors that stand for a token in its products, at most; above 1 in a Dreamer.
+
+    A Dreamer has one layer: here are what its depths use of it, by the teacher's layers whose
+    places they take.
     """
 
     layer: int
@@ -53,6 +56,7 @@ class LayerFacts:
     cache_tokens: int | None
     state_bytes: int
     depth_slots: float
+    rows: int = 1
 
     @property
     def visited(self) -> tuple[int, int]:
@@ -137,8 +141,8 @@ def model_facts(config: LT2Config, cache_dtype: torch.dtype = torch.bfloat16) ->
         family=config.family,
         loops=config.num_loops,
         layers=tuple(
-            _layer_facts(config, block, layer, visits[layer], cache_dtype.itemsize)
-            for layer, block in enumerate(_blocks(model.model))
+            _layer_facts(config, model.model, layer, visits[layer], cache_dtype.itemsize)
+            for layer in range(config.num_layers)
         ),
         parameters=count(model) - (model.lm_head.weight.numel() if tied else 0),
         embedding_parameters=embedding,
@@ -147,17 +151,10 @@ def model_facts(config: LT2Config, cache_dtype: torch.dtype = torch.bfloat16) ->
     )
 
 
-def _blocks(model: LT2Model) -> list[DecoderLayer | DreamerLayer]:
-    """What runs in the place of each physical layer."""
-    dreamer = model.dreamer
-    return list(model.layers) if dreamer is None else [dreamer] * model.spec.num_layers
-
-
 def _depth_width(model: LT2Model) -> int:
     """Keys and values of all slots, once for each kind of positions."""
     if model.dreamer is not None:
-        heads = model.dreamer.config.depth_heads
-        return (len(model.schedule) - 1) * 2 * heads * model.spec.head_dim
+        return dreamer.depth_width(model.dreamer)
     if model.depth_plan is None:
         return 0
     width = model.spec.num_key_value_heads * model.spec.head_dim
@@ -182,46 +179,14 @@ def count_own(module: nn.Module) -> int:
     return total
 
 
-@dataclass(frozen=True)
-class _Parameters:
-    """Counts under their names in LayerFacts."""
-
-    parameters: int
-    mixer_parameters: int
-    own_parameters: int = 0
-    mixer_own_parameters: int = 0
-    aligned_parameters: int = 0
-
-
-def _parameters(block: DecoderLayer | DreamerLayer) -> _Parameters:
-    if isinstance(block, DreamerLayer):
-        return _used_by_a_visit(block)
-    return _Parameters(
-        count(block),
-        count(block.mixer),
-        count_own(block),
-        count_own(block.mixer),
-        sum(p.numel() for p in block.mixer.aligned_parameters()),
-    )
-
-
-def _used_by_a_visit(layer: DreamerLayer) -> _Parameters:
-    """All but the entries of pools that a token does not choose, once routing is learned."""
-    config = layer.config
-    attention = count(layer.attention) // config.entries * config.top_entries
-    experts = count(layer.experts) // config.experts * config.top_experts
-    rest = count(layer) - count(layer.attention) - count(layer.experts)
-    beside = count(layer.attention_router) + (0 if layer.depth is None else count(layer.depth))
-    return _Parameters(attention + experts + rest, attention + beside)
-
-
 def _layer_facts(
-    config: LT2Config, block: DecoderLayer | DreamerLayer, layer: int, visits: int, itemsize: int
+    config: LT2Config, model: LT2Model, layer: int, visits: int, itemsize: int
 ) -> LayerFacts:
     assert config.mixers is not None
     kind = config.mixers[layer]
     per_token, limit, state = _cache(config, layer, itemsize)
     return LayerFacts(
+        **_weights(model, layer),
         layer=layer,
         mixer=kind,
         window=config.window(layer) if MIXERS[kind].keeps_keys else None,
@@ -229,19 +194,34 @@ def _layer_facts(
         choosing_width=_choosing_width(config, layer),
         rope=config.layer_rope[layer] if MIXERS[kind].uses_rope else None,
         visits=visits,
-        **vars(_parameters(block)),
         cache_bytes_per_token=visits * per_token,
         cache_tokens=limit,
         state_bytes=visits * state,
-        depth_slots=_depth_slots(config, layer),
+        depth_slots=_depth_slots(config, model, layer),
     )
 
 
-def _depth_slots(config: LT2Config, layer: int) -> float:
-    """Slots that a visit of a layer reads on average; of a Dreamer as if all heads read them."""
-    if dreamer := config.dreamer_config():
-        share = dreamer.depth_heads / config.num_attention_heads
-        return share * mean(step.slot for step in config.schedule() if step.layer == layer)
+def _weights(model: LT2Model, layer: int) -> dict[str, int]:
+    """What a layer holds, or what a Dreamer uses in its place."""
+    if model.dreamer is not None:
+        active, of_attention = dreamer.active_parameters(model.dreamer)
+        none = dict.fromkeys(("own_parameters", "mixer_own_parameters", "aligned_parameters"), 0)
+        used = {"parameters": active, "mixer_parameters": of_attention}
+        return none | used | {"rows": dreamer.routed_rows(model.dreamer)}
+    block = model.layers[layer]
+    return {
+        "parameters": count(block),
+        "mixer_parameters": count(block.mixer),
+        "own_parameters": count_own(block),
+        "mixer_own_parameters": count_own(block.mixer),
+        "aligned_parameters": sum(p.numel() for p in block.mixer.aligned_parameters()),
+    }
+
+
+def _depth_slots(config: LT2Config, model: LT2Model, layer: int) -> float:
+    """Slots that a visit of a layer reads on average."""
+    if model.dreamer is not None:
+        return dreamer.mean_depth_keys(model.dreamer)
     plan = config.depth_plan()
     if plan is None:
         return 0.0

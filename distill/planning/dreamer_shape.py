@@ -116,6 +116,8 @@ class DreamerShape:
         spec, dreamer, depths = self.spec, self.dreamer, self.spec.num_layers
         entry, expert, rest = _entry(spec), _expert(spec, dreamer.slices), _rest(spec, dreamer)
         pools = dreamer.entries * entry + dreamer.experts * expert
+        # A logit a depth and entry, a share a depth: added, not multiplied by.
+        beside = depths * (dreamer.entries + dreamer.experts + dreamer.stream_norm)
         head = spec.vocab_size * spec.hidden_size
         outside = (1 if spec.tie_word_embeddings else 2) * head + spec.hidden_size
         outside += spec.hidden_size + 1 if spec.exit_gate else 0
@@ -126,7 +128,7 @@ class DreamerShape:
         kept = sum(min(context_tokens, window - 1) for window in windows) / context_tokens
         slot = 2 * spec.num_key_value_heads * spec.head_dim * CACHE_ITEM_BYTES
         return Footprint(
-            parameters=outside + pools + rest,
+            parameters=outside + pools + rest + beside,
             active_parameters=depths * used + head,
             flops=2 * (depths * used + head) + 4 * spec.head_dim * products,
             memory_bytes=slot * kept,
@@ -175,10 +177,9 @@ def _expert(spec: TeacherSpec, slices: int) -> int:
 
 
 def _rest(spec: TeacherSpec, dreamer: DreamerConfig) -> int:
-    """Parameters that every visit uses: routers, depth attention, the shared expert."""
-    width, depths = spec.hidden_size, spec.num_layers
-    routers = (dreamer.entries + dreamer.experts) * (width + depths)
+    """Parameters that every visit multiplies by: routers' keys, depth attention, the shared expert."""
+    width = spec.hidden_size
+    keys = (dreamer.entries + dreamer.experts) * width
     depth_width = dreamer.depth_heads * spec.head_dim
     depth = 4 * width * depth_width + width if dreamer.depth_heads else 0
-    shared = 3 * width * dreamer.shared_size
-    return routers + depth + shared + depths * dreamer.stream_norm
+    return keys + depth + 3 * width * dreamer.shared_size

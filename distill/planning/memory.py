@@ -212,7 +212,8 @@ def saved_bytes(
 ) -> int:
     """What autograd keeps of one visit, bytes a token.
 
-    Without ``mlp`` the mixer's part, without ``scores`` none of a window beside a recurrence.
+    Without ``mlp`` the mixer's part, without ``scores`` none of a window beside a recurrence. Of a
+    Dreamer counted as so many layers as a token has rows, not measured.
     """
     linear = MIXERS[layer.mixer].keeps_state
     hidden, intermediate, heads = _SAVED["gdn" if linear else "full", precision]
@@ -234,7 +235,8 @@ def saved_bytes(
         return total + 12 * spec.hidden_size
     if spec.norm_layout == "sandwich":
         hidden += _SAVED_SANDWICH
-    return total + hidden * spec.hidden_size + intermediate * spec.intermediate_size
+    total += hidden * spec.hidden_size + intermediate * spec.intermediate_size
+    return layer.rows * total
 
 
 def _live(spec: TeacherSpec) -> int:

@@ -257,9 +257,9 @@ def test_sorted_products_are_the_experts_own_with_their_gradients() -> None:
 
 def test_a_depth_prefers_its_own_experts_and_then_near_ones() -> None:
     logits = start_logits([0, 1, 2, 0, 1, 2], experts=6, slices=2)
-    assert logits[0] == [2.0, 2.0, -2.0, -2.0, -2.25, -2.25]
-    assert logits[5] == [-2.25, -2.25, -2.0, -2.0, 2.0, 2.0]  # layer 0 two depths before
-    assert start_logits([0, 1, 2], experts=3, slices=1)[0] == [2.0, -2.0, -2.25]
+    assert logits[0] == [2.0, 2.0, -4.0, -4.0, -4.25, -4.25]
+    assert logits[5] == [-4.25, -4.25, -4.0, -4.0, 2.0, 2.0]  # layer 0 two depths before
+    assert start_logits([0, 1, 2], experts=3, slices=1)[0] == [2.0, -4.0, -4.25]
 
 
 def test_the_balancing_bias_enters_the_choice_alone() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ltconvert.convert.students.dreamer.config import SelectBy
 
 # Logits at the start: a depth's own experts, others, and less for each depth that lies between.
-OWN, OTHER, FARTHER = 2.0, -2.0, -0.25
+OWN, OTHER, FARTHER = 2.0, -4.0, -0.25
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,43 @@
+"""How much of a Dreamer a token uses at one depth."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from torch import nn
+
+from ltconvert.convert.students.dreamer.layer import DreamerLayer
+
+
+def active_parameters(layer: DreamerLayer) -> tuple[int, int]:
+    """(All, those of attention and of what stands before it) that one visit multiplies by."""
+    config = layer.config
+    attention = _share(layer.attention, Fraction(config.top_entries, config.entries))
+    attention += layer.attention_router.keys.numel()
+    attention += _share(layer.depth, Fraction(1))
+    experts = _share(layer.experts, Fraction(config.top_experts, config.experts))
+    experts += layer.expert_router.keys.numel() + _share(layer.shared, Fraction(1))
+    return attention + experts, attention
+
+
+def routed_rows(layer: DreamerLayer) -> int:
+    """Vectors that stand for a token, at most, while routing is released: chosen and own ones."""
+    config = layer.config
+    return 1 + max(config.top_entries, -(-config.top_experts // config.slices))
+
+
+def mean_depth_keys(layer: DreamerLayer) -> float:
+    """Earlier depths that a query sees on average, in heads of the teacher's attention."""
+    others = len(layer.windows) - 1
+    return others / 2 * layer.config.depth_heads / layer.spec.num_attention_heads
+
+
+def depth_width(layer: DreamerLayer) -> int:
+    """Values a token in the keys and values of all depths."""
+    return 2 * (len(layer.windows) - 1) * layer.config.depth_heads * layer.spec.head_dim
+
+
+def _share(part: nn.Module | None, share: Fraction) -> int:
+    """Of the values in a part; 0 where there is none."""
+    values = 0 if part is None else sum(parameter.numel() for parameter in part.parameters())
+    return int(values * share)
