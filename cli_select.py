@@ -26,7 +26,7 @@ def select_layers(
 
     only = {
         name: getattr(recipe, name).model_copy(update={"enabled": False})
-        for name in ("logits", "longctx")
+        for name in ("logits", "shrink", "longctx")
     }
     recipe = recipe.model_copy(update=only)
     start = begin(session, recipe, teacher_name, out, revision)

@@ -207,7 +207,12 @@ def run(
     """
     objective = prepare(inputs, settings)
     trained = inputs.train(objective, settings, stage_dir, stage)
+    facts = {"tokens": trained.tokens, "steps": trained.steps, "seconds": trained.seconds}
+    return StageResult(finished(objective), facts=facts)
+
+
+def finished(objective: LogitsObjective) -> LT2ForCausalLM:
+    """The student after training, with everything that was merged in or released wholly so."""
     objective.move_schedules(1.0)
     objective.module.model.gradient_checkpointing = False
-    facts = {"tokens": trained.tokens, "steps": trained.steps, "seconds": trained.seconds}
-    return StageResult(objective.module.eval().requires_grad_(False), facts=facts)
+    return objective.module.eval().requires_grad_(False)

@@ -22,7 +22,7 @@ import torch
 from ltconvert import recipes
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
-from ltconvert.distill import align, logits, longctx, loop, select, summary
+from ltconvert.distill import align, logits, longctx, loop, select, shrink, summary
 from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.scores import heldout_rows, heldout_scores
@@ -45,13 +45,14 @@ from ltconvert.errors import UserError
 from ltconvert.recipes.schema import STAGES, Recipe
 
 # Counted in the order in which stages came to be: what a stage draws stays as it was.
-_SEEDS = ("align", "select", "logits", "longctx", "loop")
+_SEEDS = ("align", "select", "logits", "longctx", "loop", "shrink")
 
 RUN_STAGE: dict[str, Callable[[Any, StageInputs, Path], StageResult]] = {
     "loop": loop.run,
     "align": align.run,
     "select": select.run,
     "logits": logits.run,
+    "shrink": shrink.run,
     "longctx": longctx.run,
 }
 
@@ -165,8 +166,8 @@ class Pipeline:
             wait_for_everyone()
         self._finish(record, student, result.facts, began)
         self.shelf.clear_checkpoints(stage)
-        if stage == "longctx":
-            self.shelf.drop(["logits"])
+        if stage in ("shrink", "longctx"):
+            self.shelf.drop([name for name in ("logits", "shrink") if name != stage])
         return student
 
     def _finish(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ltconvert.recipes.base import Settings
 
@@ -37,3 +37,21 @@ class DreamerSettings(Settings):
         description="`dreamer`: the balancing bias is added to logits, as published, or to their"
         " sigmoids",
     )
+    pool_schedule: list[Annotated[float, Field(gt=0, le=1)]] = Field(
+        [],
+        description="`dreamer`: shares of both pools that the stage `shrink` leaves, step by step:"
+        " [0.75, 0.5]",
+    )
+    pool_cut: Literal["drop", "merge"] = Field(
+        "drop",
+        description="`dreamer`: entries that tokens give least weight leave a pool, or enter the mean"
+        " of the entry most like them",
+    )
+
+    @field_validator("pool_schedule")
+    @classmethod
+    def _pools_only_shrink(cls, value: list[float]) -> list[float]:
+        """What has left a pool does not come back."""
+        if value != sorted(value, reverse=True):
+            raise ValueError(f"shares fall from step to step, got {value}")
+        return value

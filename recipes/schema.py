@@ -14,7 +14,14 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from ltconvert.recipes.base import Settings
 from ltconvert.recipes.dreamer import DreamerSettings
 
-STAGES = ("loop", "align", "select", "logits", "longctx")  # in the order in which they run
+STAGES = (
+    "loop",
+    "align",
+    "select",
+    "logits",
+    "shrink",
+    "longctx",
+)  # in the order in which they run
 CompileSetting = Literal["auto", "off", "layers"]
 Mixer = Literal[
     "gdn",
@@ -139,6 +146,11 @@ class StudentSettings(DreamerSettings):
     def kinds(self) -> list[Mixer]:
         """The mixers of converted layers, each once or, where they take turns, in their order."""
         return self.mixer if isinstance(self.mixer, list) else [self.mixer]
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether it has pools that get smaller."""
+        return self.kind == "dreamer" and bool(self.pool_schedule)
 
     @property
     def converts(self) -> bool:
@@ -431,6 +443,20 @@ class LoopSettings(LogitsSettings):
     release_share: float = Field(0.0, ge=0, le=1)
 
 
+class ShrinkSettings(LogitsSettings):
+    """Stage `shrink`: the pools of a Dreamer get smaller, and what is left learns after each step."""
+
+    budget_tokens: int = Field(200_000_000, gt=0, description="tokens of all steps together")
+    batch_tokens: int = Field(65_536, gt=0)
+    lr: float = Field(5e-5, gt=0, description="peak learning rate of everything but what is new")
+    usage_tokens: int = Field(
+        65_536, gt=0, description="training tokens on which use is measured before each step"
+    )
+    loop_warmup_share: float = Field(0.0, ge=0, le=1)
+    depth_warmup_share: float = Field(0.0, ge=0, le=1)
+    release_share: float = Field(0.0, ge=0, le=1)
+
+
 class LongctxSettings(LogitsSettings):
     """Stage `longctx`: longer rows, cross-entropy and optional KL."""
 
@@ -502,6 +528,7 @@ class Recipe(Settings):
     align: AlignSettings = AlignSettings()
     select: SelectSettings = SelectSettings()
     logits: LogitsSettings = LogitsSettings()
+    shrink: ShrinkSettings = ShrinkSettings()
     longctx: LongctxSettings = LongctxSettings()
     eval: EvalSettings = EvalSettings()
     runtime: RuntimeSettings = RuntimeSettings()
@@ -514,6 +541,7 @@ class Recipe(Settings):
         wanted = [stage for stage in STAGES if getattr(self, stage).enabled]
         idle = [] if self.student.converts else ["align", "select"]
         idle += [] if self.student.loop_start is not None else ["loop"]
+        idle += [] if self.student.shrinks else ["shrink"]
         return [stage for stage in wanted if stage not in idle]
 
     @model_validator(mode="after")

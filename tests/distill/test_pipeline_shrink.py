@@ -1,0 +1,95 @@
+"""A Dreamer's pools shrink in steps; a run that was killed between them ends the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_case import convert, make_case
+from pydantic import ValidationError
+
+from ltconvert.convert.checkpoint import load_student
+from ltconvert.convert.students.dreamer.config import DreamerConfig
+from ltconvert.convert.teachers.load import Teacher, load_teacher
+from ltconvert.distill.shrink import pool_sizes
+from ltconvert.recipes.schema import Recipe, StudentSettings
+
+STUDENT: dict[str, Any] = {
+    "kind": "dreamer",
+    "mixer": "full",
+    "full_layers": 1.0,
+    "slices": 2,
+    "top_experts": 2,
+    "top_entries": 1,
+    "pool_schedule": [1.0, 0.67, 0.34],
+}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("case")
+    make_case(folder, tiny_tokenizer, "qwen3")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(case: Path) -> Teacher:
+    return load_teacher(str(case / "teacher"))
+
+
+@pytest.mark.parametrize("how", ["drop", "merge"])
+def test_pools_shrink_and_what_is_left_learns(
+    case: Path, teacher: Teacher, tmp_path: Path, how: str
+) -> None:
+    result = convert(teacher, case, tmp_path / "out", student=STUDENT | {"pool_cut": how})
+    assert [row["stage"] for row in result.rows] == ["start", "logits", "shrink", "longctx"]
+    facts = json.loads((tmp_path / "out/stages/shrink/stage.json").read_text())["facts"]
+    pools = [(step["entries"], step["experts"]) for step in facts["pools"]]
+    assert pools == [(3, 6), (2, 4), (1, 2)]
+    sizes = [step["parameters"] for step in facts["pools"]]
+    assert sizes == sorted(sizes, reverse=True)
+    loaded = load_student(result.student_dir)
+    assert loaded.config.dreamer["experts"] == 2
+    assert sum(p.numel() for p in loaded.parameters()) == sizes[-1]
+    assert not (tmp_path / "out/stages/logits/student").exists()
+
+
+def test_a_run_killed_between_steps_goes_on(
+    case: Path, teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = convert(teacher, case, tmp_path / "whole", student=STUDENT)
+
+    from ltconvert.distill import shrink
+
+    cuts = []
+
+    def killed(*given: Any) -> None:
+        cuts.append(given[1])
+        if len(cuts) == 3:
+            raise KeyboardInterrupt
+        once(*given)
+
+    once = shrink.cut_to
+    with monkeypatch.context() as patch:
+        patch.setattr(shrink, "cut_to", killed)
+        with pytest.raises(KeyboardInterrupt):
+            convert(teacher, case, tmp_path / "killed", student=STUDENT)
+    again = convert(teacher, case, tmp_path / "killed", student=STUDENT)
+    for name, value in whole.student.state_dict().items():
+        assert torch.equal(again.student.state_dict()[name], value), name
+
+
+def test_sizes_of_pools() -> None:
+    config = DreamerConfig(30, 120, slices=4, top_entries=2, top_experts=6)
+    assert pool_sizes(config, 30, 0.75) == (22, 88)
+    assert pool_sizes(config, 30, 0.01) == (2, 8)  # what tokens use, in whole MLPs
+    assert pool_sizes(config, 60, 1.0) == (30, 120)  # no more than there are
+
+
+def test_shares_fall() -> None:
+    with pytest.raises(ValidationError, match="shares fall from step to step"):
+        StudentSettings(**{**STUDENT, "pool_schedule": [0.5, 0.75]})
+    assert "shrink" not in Recipe(name="dense").stages
