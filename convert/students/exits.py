@@ -72,7 +72,9 @@ def leaving(model: LT2Model, threshold: float | None) -> Leaving | None:
     if threshold == 1.0:
         return None
     if model.dreamer is not None:
-        raise UserError(f"exit_threshold is {threshold}, but a Dreamer runs all depths; leave it out")
+        raise UserError(
+            f"exit_threshold is {threshold}, but a Dreamer runs all depths; leave it out"
+        )
     if model.exit_gate is None:
         raise UserError(
             f"exit_threshold is {threshold}, but a {model.spec.family} model has no exit gate; "
