@@ -310,9 +310,9 @@ def test_the_balancing_bias_enters_the_choice_alone() -> None:
 
 
 def test_half_of_the_frequencies_count_the_depths_that_are_left() -> None:
-    first, last = (depth_angles(d, 5, 12, torch.device("cpu"))[:6] for d in (0, 4))
-    assert first[:3].tolist() == [0.0] * 3 and last[3:].tolist() == [0.0] * 3
-    assert last[0] == first[3] == 4.0 and 4.0 > last[1] > last[2] > 0.0
+    first, last = depth_angles(0, 5, 12)[:6], depth_angles(4, 5, 12)[:6]
+    assert first[:3] == [0.0] * 3 == last[3:]
+    assert last[0] == first[3] == 4.0 > last[1] > last[2] > 0.0
 
 
 @pytest.mark.parametrize(
