@@ -30,7 +30,7 @@ def run(reference: str, revision: str | None, *, as_json: bool, verbose: bool) -
         document = {"reference": reference} | facts.to_dict()
         output.print_json(document | {"cache_bytes": caches, "source": source})
         return
-    output.print_facts(reference, _summary(config))
+    output.print_facts(reference, _summary(config) | _pools(config))
     sizes = {
         "parameters": output.human_count(facts.parameters),
         **_own_tensors(config, facts),
@@ -77,6 +77,18 @@ def _own_tensors(config: LT2Config, facts: ModelFacts) -> dict[str, Any]:
         return {}
     own = output.human_count(facts.own_parameters)
     return {"of these, single loops' own": f"{own}, corrections of rank {config.tied_rank}"}
+
+
+def _pools(config: LT2Config) -> dict[str, Any]:
+    """What a Dreamer has in place of layers."""
+    pools = config.dreamer_config()
+    if pools is None:
+        return {}
+    return {
+        "attention projections": f"{pools.entries}, {pools.top_entries} a token and depth",
+        "experts": f"{pools.experts}, {pools.top_experts} a token and depth",
+        "parameters of a layer below": "those that a token uses in its place",
+    }
 
 
 def _summary(config: LT2Config) -> dict[str, Any]:

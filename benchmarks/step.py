@@ -1,13 +1,15 @@
 """Speed of a whole training step of stage `logits` on SmolLM2-135M's shape, random weights.
 
     python benchmarks/step.py [--kernel reference triton] [--compile off layers] [--rows 8]
+    python benchmarks/step.py --student dreamer --release 0.5
 
 A line a variant, each as soon as it is measured, all in one process on the same batch: first the
 package's own step by kernel backend, without and with its layers compiled as training compiles
 them, and last `plain`, what one writes without this package (the same models in plain PyTorch,
 whole logits, KL by autograd). A step is teacher forward, student forward and backward, clipping and
 optimiser. The first step's loss has to be that of the first variant, or no speed is shown. FLOPs
-are those of `distill.planning.work`, without recomputation.
+are those of `distill.planning.work`, without recomputation. Of a Dreamer all is of the recipe's
+sizes and FLOPs those of its released routing; it has no plain variant.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from torch import Tensor
 from ltconvert.benchmarks.harness import reason
 from ltconvert.benchmarks.step_models import (
     PlainObjective,
-    mixers_of,
     random_batch,
     smollm2_135m,
     step_flops,
+    student_config,
 )
 from ltconvert.benchmarks.timing import TimeLimit, deadline, median_ms, synchronize
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
@@ -78,7 +80,7 @@ def main() -> int:
     device = torch.device(arguments.device)
     spec = smollm2_135m(tiny=arguments.tiny)
     variants = [Variant(kernel, x) for kernel in arguments.kernel for x in arguments.compile]
-    if not arguments.no_plain:
+    if not arguments.no_plain and arguments.student == "hybrid":
         variants.append(Variant(None))
     size = 256 if arguments.tiny else 8192
     measured_tflops = product_tflops(device, size)
@@ -103,7 +105,8 @@ def main() -> int:
             print(f"| {variant.name} | {red} |", flush=True)
             continue
         rate = arguments.rows * arguments.length / found.step_s
-        tflops = rate * step_flops(spec, arguments.length) / 1e12
+        flops = step_flops(spec, student_config(spec, arguments.student), arguments.length)
+        tflops = rate * flops / 1e12
         print(
             f"| {variant.name} | {rate:,.0f} | {found.step_s * 1e3:.1f} | {tflops / peak:.1%} | "
             f"{tflops / measured_tflops:.1%} | {found.peak_gib:.1f} | {found.first_s:.1f} | "
@@ -143,6 +146,8 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--compile", nargs="+", default=["off"], choices=("off", "layers"))
     parser.add_argument("--no-plain", action="store_true", help="leave the plain step out")
+    parser.add_argument("--student", default="hybrid", choices=("hybrid", "dreamer"))
+    parser.add_argument("--release", type=float, default=1.0, help="Dreamer: share of routing")
     parser.add_argument("--rows", type=int, default=8, help="rows a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens a row")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after two more")
@@ -157,7 +162,7 @@ def measure(
 ) -> Measured:
     """Build the models from the same seed and run the steps as `distill.trainer` does."""
     torch.manual_seed(0)
-    objective = _objective(variant, spec, device)
+    objective = _objective(variant, spec, device, arguments.student)
     settings = objective.settings
     optimizer = build_optimizer(objective.parameter_groups(), settings, objective.module)
     gradients = Gradients(trainable(objective.module), optimizer)
@@ -167,7 +172,8 @@ def measure(
 
     def step() -> Tensor:
         with autocast(device, "bf16"):
-            values = objective.train_step(batch, lambda loss: loss.backward(), 1.0)
+            progress = arguments.release  # all of the steps release
+            values = objective.train_step(batch, lambda loss: loss.backward(), progress)
         norms = gradients.clip(settings.clip_norm)
         if device.type == "cuda":
             gradients.guard(values["loss"], norms[NORM])
@@ -194,14 +200,17 @@ def measure(
     return Measured(seconds, first, peak, loss)
 
 
-def _objective(variant: Variant, spec: TeacherSpec, device: torch.device) -> LogitsObjective:
+def _objective(
+    variant: Variant, spec: TeacherSpec, device: torch.device, kind: str
+) -> LogitsObjective:
     """Teacher and student as stage `logits` has them."""
     teacher = LT2ForCausalLM(LT2Config.from_spec(spec)).to(device).eval().requires_grad_(False)
-    student = build_student(teacher, mixers_of(spec))
+    config = student_config(spec, kind)
+    student = build_student(teacher, config.mixers, {"dreamer": config.dreamer})
     student = own_copy(student, teacher).float().train()
     teacher = frozen_copy(teacher, torch.bfloat16)
-    kind = PlainObjective if variant.kernel is None else LogitsObjective
-    return kind(teacher, student, LogitsSettings())
+    objective = PlainObjective if variant.kernel is None else LogitsObjective
+    return objective(teacher, student, LogitsSettings(release_share=1.0))
 
 
 def product_tflops(device: torch.device, size: int) -> float:

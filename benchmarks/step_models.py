@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ltconvert import recipes
 from ltconvert.convert.inspect import model_facts
+from ltconvert.convert.students.dreamer.build import dreamer_options
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.distill.data import Batch
@@ -81,8 +83,16 @@ def mixers_of(spec: TeacherSpec) -> list[str]:
     return ["full" if i in full else "gdn" for i in range(spec.num_layers)]
 
 
-def step_flops(spec: TeacherSpec, length: int) -> float:
+def student_config(spec: TeacherSpec, kind: str) -> LT2Config:
+    """The hybrid student, or the recipe's Dreamer."""
+    if kind == "hybrid":
+        return LT2Config.from_spec(spec, mixers_of(spec))
+    settings = recipes.resolve("dreamer").student.model_dump()
+    return LT2Config.from_spec(spec, dreamer=dreamer_options(spec, settings))
+
+
+def step_flops(spec: TeacherSpec, config: LT2Config, length: int) -> float:
     """Of one token: the teacher forward, the student forward and backward."""
     teacher = model_facts(LT2Config.from_spec(spec))
-    student = model_facts(LT2Config.from_spec(spec, mixers_of(spec)))
+    student = model_facts(config)
     return forward_flops(teacher, spec, length) + 3 * forward_flops(student, spec, length)

@@ -53,9 +53,9 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW over the groups of ``module``'s parameters; weight decay on its matrices alone.
 
-    Matrices are the weights of linear layers (of banks of them, too) and embeddings. Other parameters with two axes are
-    none (norms by head and channel, residuals by loop and channel, convolutions that start as the
-    identity): 0 is not where they come from.
+    Matrices are the weights of linear layers, of banks of these, and embeddings. Other parameters
+    with two axes are none (norms by head and channel, residuals by loop and channel, convolutions
+    that start as the identity): 0 is not where they come from.
 
     The fused form updates in place in one pass, without temporary copies of all gradients, on a
     CPU too.

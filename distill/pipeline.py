@@ -272,8 +272,8 @@ def _opened(
         raise UserError(f"teacher {teacher.name} has no tokenizer; text cannot be tokenised")
     if teacher.model.config.dreamer is not None:
         raise UserError(
-            f"teacher {teacher.name} is a Dreamer; a teacher has layers: give the model that it was "
-            "made from"
+            f"teacher {teacher.name} is a Dreamer; a teacher has layers: give the model that it "
+            "was made from"
         )
     converted = sorted(set(teacher.model.config.mixers) - {"full"})
     if converted:

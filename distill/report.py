@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,9 @@ def summary(run: RunFolder) -> list[str]:
         revision = f", revision {teacher['revision']}" if teacher.get("revision") else ""
         lines.append(f"Teacher: {teacher.get('name')} ({teacher.get('source')}{revision})")
         lines += [f"Teacher: {remark}" for remark in teacher.get("remarks", [])]
-    if run.mixers:
+    if run.pools is not None:
+        lines.append(run_sections.one_layer(run.pools))
+    elif run.mixers:
         kept = [i for i, kind in enumerate(run.mixers) if kind in FULL]
         depth = ", with depth" if "moda" in run.mixers else ""
         lines.append(
@@ -116,7 +118,7 @@ def model_card(run: RunFolder, sections: list[Section] | None = None) -> str:
     source = str(teacher.get("source") or "")
     recipe = (run.owner or {}).get("recipe")
     values = {
-        "title": f"{name}, {_make(run.mixers or [])} student",
+        "title": f"{name}, {_make(run)} student",
         # A hub id; paths of the machine it was made on mean nothing elsewhere.
         "base_model": source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else None,
         "teacher": name,
@@ -129,8 +131,11 @@ def model_card(run: RunFolder, sections: list[Section] | None = None) -> str:
     return _render("model_card.md.j2", values)
 
 
-def _make(mixers: Sequence[str]) -> str:
+def _make(run: RunFolder) -> str:
     """What a student is, in a word."""
+    if run.pools is not None:
+        return "depth-recurrent"
+    mixers = run.mixers or []
     return "mixture-of-depths" if "moda" in mixers and set(mixers) <= FULL else "linear-time"
 
 

@@ -10,8 +10,11 @@ from ltconvert.recipes.base import Settings
 
 
 class DreamerSettings(Settings):
-    """Part of the settings of a student; of no effect unless its kind is ``dreamer``."""
+    """Part of the settings of a student; all but ``kind`` are of no effect unless that says so."""
 
+    kind: Literal["lt2", "dreamer"] = Field(
+        "lt2", description="family of the student: layers, or one layer of experts"
+    )
     slices: int = Field(
         1, ge=1, description="`dreamer`: experts that each MLP of the teacher is cut into"
     )

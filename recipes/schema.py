@@ -44,9 +44,6 @@ Method = Literal[
 class StudentSettings(DreamerSettings):
     """What the student is: its mixer, how many layers stay full, how it loops."""
 
-    kind: Literal["lt2", "dreamer"] = Field(
-        "lt2", description="family of the student: layers, or one layer of experts"
-    )
     mixer: Mixer | list[Mixer] = Field(
         "gdn", description="mixer of the converted layers; several take turns from layer to layer"
     )

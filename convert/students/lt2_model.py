@@ -118,9 +118,7 @@ class LT2Model(LT2PreTrainedModel):
             DecoderLayer(spec, layer, self.make_mixer(kind, layer))
             for layer, kind in enumerate(() if config.dreamer else config.mixers)
         )
-        dreamer = config.dreamer_config()
-        windows = [config.window(step.layer) for step in self.schedule]
-        self.dreamer = dreamer and DreamerLayer(spec, dreamer, self.schedule, windows)
+        self.dreamer = self._make_dreamer()
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
         self.exit_gate = nn.Linear(spec.hidden_size, 1) if spec.exit_gate else None
         self.loop_residual = (
@@ -136,6 +134,13 @@ class LT2Model(LT2PreTrainedModel):
         self.call_depth_layer = DepthCall()
         self.prepare_depth()
         self.post_init()
+
+    def _make_dreamer(self) -> DreamerLayer | None:
+        """The one layer of a Dreamer; None where layers follow each other."""
+        if (dreamer := self.config.dreamer_config()) is None:
+            return None
+        windows = [self.config.window(step.layer) for step in self.schedule]
+        return DreamerLayer(self.spec, dreamer, self.schedule, windows)
 
     def prepare_depth(self) -> list[int]:
         """Make what the depth stream needs and is not there; once more when mixers have changed.

@@ -213,7 +213,7 @@ def saved_bytes(
     """What autograd keeps of one visit, bytes a token.
 
     Without ``mlp`` the mixer's part, without ``scores`` none of a window beside a recurrence. Of a
-    Dreamer counted as so many layers as a token has rows, not measured.
+    Dreamer as much as of so many layers as a token has rows.
     """
     linear = MIXERS[layer.mixer].keeps_state
     hidden, intermediate, heads = _SAVED["gdn" if linear else "full", precision]

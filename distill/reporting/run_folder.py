@@ -67,6 +67,12 @@ class RunFolder:
         return None if config is None else config.get("mixers")
 
     @property
+    def pools(self) -> dict[str, Any] | None:
+        """What the one layer of a Dreamer is made of; None of other students."""
+        config = _json(self.folder / "student" / "config.json") or {}
+        return config.get("dreamer")
+
+    @property
     def loops(self) -> int:
         """Loops of the student, 1 when not known."""
         for found in (self.model("student"), self.selection):

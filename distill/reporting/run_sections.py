@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from ltconvert.distill.reporting import plots
@@ -80,6 +81,9 @@ def _training_row(stage: str, lines: list[dict[str, Any]]) -> list[str]:
 def layers(run: RunFolder) -> Section:
     """Which mixer every layer has, and why."""
     section = Section("Layers")
+    if run.pools is not None:
+        section.text.append(one_layer(run.pools))
+        return section
     mixers = run.mixers
     if mixers is not None:
         kinds = {kind: [i for i, k in enumerate(mixers) if k == kind] for kind in set(mixers)}
@@ -97,6 +101,15 @@ def layers(run: RunFolder) -> Section:
         alt = "mixer of every layer, one row a loop"
         section.plots.append(Plot("layer_map", plots.layer_map(mixers, run.loops, run.core), alt))
     return section
+
+
+def one_layer(pools: Mapping[str, Any]) -> str:
+    """What a Dreamer has in place of layers."""
+    return (
+        f"One layer for all depths. A token uses {pools['top_entries']} of {pools['entries']} "
+        f"attention projections and {pools['top_experts']} of {pools['experts']} experts at each; "
+        f"an MLP of the teacher is {pools['slices']} of them."
+    )
 
 
 def selection(run: RunFolder) -> Section:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ltconvert.convert.decoding import Decoder
 from ltconvert.convert.students.dreamer import grouped
+from ltconvert.convert.students.dreamer.build import pool_tensors
 from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.dreamer.depth import depth_angles
 from ltconvert.convert.students.dreamer.router import Router, start_logits
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.convert.transfer import build_student, new_tensors
+from ltconvert.convert.transfer import build_student
 
 
 def dreamer_options(layers: int = 3, slices: int = 1, **options: Any) -> dict[str, Any]:
@@ -76,12 +77,26 @@ def test_released_it_is_the_teacher_where_own_experts_are_chosen_alone(family: s
     ]
 
 
-def test_new_tensors_are_the_routers_depth_and_shared_ones() -> None:
-    teacher = tiny_model(tiny_spec())
-    parts = {name.split(".")[2] for name in new_tensors(dreamer_of(teacher), teacher)}
-    assert parts == {
-        "attention", "attention_router", "depth", "expert_router", "experts", "shared",
-    }  # fmt: skip
+def test_the_share_that_is_released_is_known_wherever_it_was_written() -> None:
+    layer = tiny_model(tiny_spec(), dreamer=dreamer_options()).model.dreamer
+    for write, share in (
+        (lambda: layer.set_release(0.25), 0.25),
+        (lambda: layer.release.fill_(0.5), 0.5),
+        (lambda: layer.load_state_dict({"release": torch.tensor(0.75)}, strict=False), 0.75),
+        (lambda: layer.to(torch.bfloat16), 0.75),
+    ):
+        write()
+        assert layer.released() == share
+    with torch.inference_mode():
+        made_here = tiny_model(tiny_spec(), dreamer=dreamer_options())
+        assert made_here.model.dreamer.released() == pytest.approx(0.6)
+        made_here(tokens(1, 3))
+
+
+def test_a_tensor_without_a_place_is_refused() -> None:
+    tensors = dict(tiny_model(tiny_spec(), sdpa_gate=True).named_parameters())
+    with pytest.raises(ValueError, match=r"no place for layer 0's mixer\.gate_proj\.weight"):
+        pool_tensors(tensors, slices=1, norm_offset=0.0)
 
 
 def norm(x: Tensor, eps: float, gain: Tensor | float = 1.0) -> Tensor:
@@ -110,93 +125,112 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([pairs.real, pairs.imag], dim=-1)
 
 
-def by_definition(model: LT2ForCausalLM, ids: Tensor, release: float) -> Tensor:
-    """Logits [T, V] of one row, token by token and expert by expert, from the formulas."""
-    inner, spec = model.model, model.model.spec
-    layer, eps, offset = inner.dreamer, spec.rms_norm_eps, spec.norm_offset
-    attention, experts, D = layer.attention, layer.experts, spec.head_dim
-    pre, post = spec.norm_layout != "post", spec.norm_layout != "pre"
-    H, G = spec.num_attention_heads, spec.num_key_value_heads
-    h, depths = inner.embed(ids)[0], len(inner.schedule)
-    length, left = len(h), []
+class ByDefinition:
+    """Logits of one row, token by token and expert by expert, from the formulas."""
 
-    def mixed(weights: Tensor, bank: Any) -> Tensor:
-        return torch.einsum("e,eo->o", weights, bank)
+    def __init__(self, model: LT2ForCausalLM, release: float) -> None:
+        self.model, self.release = model, release
+        self.inner, self.spec, self.layer = model.model, model.model.spec, model.model.dreamer
+        self.eps, self.offset = self.spec.rms_norm_eps, self.spec.norm_offset
+        self.depths = len(self.inner.schedule)
+        self.left: list[tuple[Tensor, Tensor]] = []
 
-    for depth, step in enumerate(inner.schedule):
-        # depth attention
-        x = norm(h, eps, layer.depth.norm.weight + offset)
-        angles = [depth * 0.01 ** (i / (D // 2 - D // 4)) for i in range(D // 2 - D // 4)]
-        angles += [(depths - 1 - depth) * 0.01 ** (i / (D // 4)) for i in range(D // 4)]
+    def logits(self, ids: Tensor) -> Tensor:
+        inner, spec = self.inner, self.spec
+        h = inner.embed(ids)[0]
+        for step in inner.schedule:
+            h = h + self.depth_attention(h, step.slot)
+            h = h + self.sequence_attention(h, step.slot, step.layer)
+            h = h + self.expert_attention(h, step.slot, step.layer)
+            if self.layer.normed_share is not None:
+                h = h + self.layer.normed_share[step.slot] * (norm(h, self.eps) - h)
+            if step.closes_loop and (spec.loop_norm == "every" or step is inner.schedule[-1]):
+                h = inner.norm(h)
+        return self.model.logits(h)
+
+    def depth_attention(self, h: Tensor, depth: int) -> Tensor | float:
+        part, D, left = self.layer.depth, self.spec.head_dim, self.left
+        x = norm(h, self.eps, part.norm.weight + self.offset)
+        count = D // 2 - D // 4
+        angles = [depth * 0.01 ** (i / count) for i in range(count)]
+        angles += [(self.depths - 1 - depth) * 0.01 ** (i / (D // 4)) for i in range(D // 4)]
         q, k, v = (
             (x @ projection.weight.mT).unflatten(-1, (-1, D))
-            for projection in (layer.depth.q_proj, layer.depth.k_proj, layer.depth.v_proj)
+            for projection in (part.q_proj, part.k_proj, part.v_proj)
         )
         q, k = (turned(y, torch.tensor(angles, dtype=y.dtype)) for y in (q, k))
-        if left:
-            keys, values = (torch.stack(part, 1) for part in zip(*left, strict=True))
-            weights = (torch.einsum("thd,tnhd->thn", q, keys) * D**-0.5).softmax(-1)
-            seen = torch.einsum("thn,tnhd->thd", weights, values).flatten(1)
-            h = h + seen @ layer.depth.o_proj.weight.mT
-        left.append((k, v))
-        # sequence attention
-        qs, ks, vs, mixes = [], [], [], []
-        for t in range(length):
-            weights, _ = shares(
-                layer.attention_router, norm(h[t], eps), depth, step.layer, release
-            )
-            y = 0
-            for e, weight in enumerate(weights):
-                x = norm(h[t], eps, attention.pre_norm.weight[e] + offset) if pre else h[t]
-                out = attention.qkv.weight[e] @ x
-                out = out if attention.qkv.bias is None else out + attention.qkv.bias[e]
-                y = y + weight * out
-            q, k, v = y.split([H * D, G * D, G * D])
-            if spec.qk_norm:
-                gains = [mixed(weights, n.weight + offset) for n in (attention.q_norm, attention.k_norm)]
-                if spec.qk_norm == "head":
-                    q, k = q.unflatten(0, (-1, D)), k.unflatten(0, (-1, D))
-                q, k = norm(q, eps, gains[0]).flatten(), norm(k, eps, gains[1]).flatten()
-            name = spec.layer_rope[step.layer]
-            if name is not None:
-                frequencies = inner._ropes[name].frequencies("cpu")[0].double()
-                q, k = (turned(y.unflatten(0, (-1, D)), t * frequencies).flatten() for y in (q, k))
-            qs, ks, vs, mixes = [*qs, q], [*ks, k], [*vs, v], [*mixes, weights]
-        window, added = spec.layer_windows[step.layer], []
-        for t in range(length):
-            out = torch.zeros(H, D, dtype=h.dtype)
-            first = 0 if window is None else max(0, t - window + 1)
-            for head in range(H):
-                g = slice(head // (H // G) * D, (head // (H // G) + 1) * D)
-                scores = torch.stack([qs[t][head * D : (head + 1) * D] @ ks[s][g] for s in range(first, t + 1)])
-                scores = scores * spec.attention_scale
-                if (cap := spec.attention_softcap) is not None:
-                    scores = cap * torch.tanh(scores / cap)
-                out[head] = scores.softmax(-1) @ torch.stack([vs[s][g] for s in range(first, t + 1)])
-            y = sum(w * (attention.o.weight[e] @ out.flatten()) for e, w in enumerate(mixes[t]))
-            if post:
-                y = norm(y, eps, mixed(mixes[t], attention.post_norm.weight + offset))
-            added.append(y)
-        h = h + torch.stack(added)
-        # expert attention
+        self.left = [*left, (k, v)]
+        if not left:
+            return 0.0
+        keys, values = (torch.stack(parts, 1) for parts in zip(*left, strict=True))
+        weights = (torch.einsum("thd,tnhd->thn", q, keys) * D**-0.5).softmax(-1)
+        return torch.einsum("thn,tnhd->thd", weights, values).flatten(1) @ part.o_proj.weight.mT
+
+    def branch_input(self, h: Tensor) -> Tensor:
+        return h if self.spec.norm_layout == "post" else norm(h, self.eps)
+
+    def branch_output(self, y: Tensor, weights: Tensor, pool: Any, total: int = 1) -> Tensor:
+        if self.spec.norm_layout == "pre":
+            return y
+        return norm(y, self.eps, weights @ (pool.post_norm.weight + self.offset) / total)
+
+    def sequence_attention(self, h: Tensor, depth: int, layer: int) -> Tensor:
+        pool, router = self.layer.attention, self.layer.attention_router
+        mixes = [shares(router, norm(x, self.eps), depth, layer, self.release)[0] for x in h]
+        tokens_qkv = [
+            self.projected(self.branch_input(x), mix, layer, t)
+            for t, (x, mix) in enumerate(zip(h, mixes, strict=True))
+        ]
         added = []
-        for t in range(length):
-            weights, top = shares(layer.expert_router, norm(h[t], eps), depth, step.layer, release)
-            y = 0
-            for e, weight in enumerate(weights):
-                x = norm(h[t], eps, experts.pre_norm.weight[e] + offset) if pre else h[t]
-                gate, up = (experts.gate_up.weight[e] @ x).chunk(2)
-                y = y + weight * (experts.down.weight[e] @ (experts.activation(gate) * up))
-            if post:
-                gain = mixed(weights, experts.post_norm.weight + offset) / layer.config.slices
-                y = norm(y, eps, gain)
-            added.append(y + top * layer.shared(norm(h[t], eps)))
-        h = h + torch.stack(added)
-        if layer.normed_share is not None:
-            h = h + layer.normed_share[depth] * (norm(h, eps) - h)
-        if step.closes_loop and (spec.loop_norm == "every" or step is inner.schedule[-1]):
-            h = inner.norm(h)
-    return model.logits(h)
+        for t, mix in enumerate(mixes):
+            out = self.attended(tokens_qkv[: t + 1], self.spec.layer_windows[layer])
+            y = sum(w * (pool.o.weight[e] @ out) for e, w in enumerate(mix))
+            added.append(self.branch_output(y, mix, pool))
+        return torch.stack(added)
+
+    def projected(self, x: Tensor, mix: Tensor, layer: int, t: int) -> list[Tensor]:
+        """q [H, D], k and v [G, D] of one token at its place."""
+        spec, pool, D = self.spec, self.layer.attention, self.spec.head_dim
+        y = sum(w * (pool.qkv.weight[e] @ x) for e, w in enumerate(mix))
+        if pool.qkv.bias is not None:
+            y = y + mix @ pool.qkv.bias
+        H, G = spec.num_attention_heads, spec.num_key_value_heads
+        q, k, v = (part.unflatten(0, (-1, D)) for part in y.split([H * D, G * D, G * D]))
+        if spec.qk_norm:
+            gains = [mix @ (part.weight + self.offset) for part in (pool.q_norm, pool.k_norm)]
+            if spec.qk_norm == "full":
+                q, k = q.flatten(), k.flatten()
+            q, k = norm(q, self.eps, gains[0]), norm(k, self.eps, gains[1])
+        q, k = q.view(H, D), k.view(G, D)
+        if (name := spec.layer_rope[layer]) is not None:
+            frequencies = self.inner._ropes[name].frequencies("cpu")[0].double()
+            q, k = turned(q, t * frequencies), turned(k, t * frequencies)
+        return [q, k, v]
+
+    def attended(self, seen: list[list[Tensor]], window: int | None) -> Tensor:
+        """Outputs of all heads [H * D] of the last of the tokens seen."""
+        spec, (query, _, _) = self.spec, seen[-1]
+        seen = seen[-window:] if window is not None else seen
+        group, out = spec.num_attention_heads // spec.num_key_value_heads, []
+        for head, q in enumerate(query):
+            scores = torch.stack([k[head // group] @ q for _, k, _ in seen]) * spec.attention_scale
+            if (cap := spec.attention_softcap) is not None:
+                scores = cap * torch.tanh(scores / cap)
+            out.append(scores.softmax(-1) @ torch.stack([v[head // group] for _, _, v in seen]))
+        return torch.cat(out)
+
+    def expert_attention(self, h: Tensor, depth: int, layer: int) -> Tensor:
+        pool, router, added = self.layer.experts, self.layer.expert_router, []
+        for token in h:
+            x = norm(token, self.eps)
+            mix, top = shares(router, x, depth, layer, self.release)
+            y = torch.zeros_like(x)
+            for e, weight in enumerate(mix):
+                gate, up = (pool.gate_up.weight[e] @ self.branch_input(token)).chunk(2)
+                y = y + weight * (pool.down.weight[e] @ (pool.activation(gate) * up))
+            y = self.branch_output(y, mix, pool, router.slices)
+            added.append(y + top * self.layer.shared(x))
+        return torch.stack(added)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +254,7 @@ def test_it_is_what_its_formulas_say(
     for router in (model.model.dreamer.attention_router, model.model.dreamer.expert_router):
         router.balance.normal_(generator=generator)
     with torch.no_grad():
-        wanted = by_definition(model, tokens(1, 9), release)
+        wanted = ByDefinition(model, release).logits(tokens(1, 9))
         torch.testing.assert_close(model(tokens(1, 9)).logits[0], wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -276,9 +310,9 @@ def test_the_balancing_bias_enters_the_choice_alone() -> None:
 
 
 def test_half_of_the_frequencies_count_the_depths_that_are_left() -> None:
-    first, last = (depth_angles(d, 5, 12, torch.device("cpu"))[:6] for d in (0, 4))
-    assert first[:3].tolist() == [0.0] * 3 and last[3:].tolist() == [0.0] * 3
-    assert last[0] == first[3] == 4.0 and 4.0 > last[1] > last[2] > 0.0
+    first, last = depth_angles(0, 5, 12)[:6], depth_angles(4, 5, 12)[:6]
+    assert first[:3] == [0.0] * 3 == last[3:]
+    assert last[0] == first[3] == 4.0 > last[1] > last[2] > 0.0
 
 
 @pytest.mark.parametrize(
@@ -297,5 +331,5 @@ def test_what_it_has_not_is_refused_in_one_line() -> None:
     model, ids = tiny_model(tiny_spec("ouro"), dreamer=dreamer_options()), tokens(1, 4)
     with pytest.raises(ValueError, match="a Dreamer runs all depths; leave it out"):
         model(ids, exit_threshold=0.5)
-    with pytest.raises(ValueError, match="a Dreamer has no one-token step; use .* generate"):
+    with pytest.raises(ValueError, match=r"a Dreamer has no one-token step; use .* generate"):
         Decoder(model, 1, 8)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from helpers import tiny_model, tiny_spec, tokens
+from torch import Tensor
 
 from ltconvert.convert.mixers import context as context_module
 from ltconvert.convert.students.blocks import run_layer
+from ltconvert.convert.students.dreamer import grouped
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill.align import AlignObjective
 from ltconvert.distill.data import Batch
@@ -65,6 +68,27 @@ def test_a_step_waits_for_nothing(stage: str, family: str, mixers: list[str]) ->
     assert found[BAD].shape == ()
     with pytest.raises((RuntimeError, NotImplementedError)):
         float(values["loss"])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_routing_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "_has_kernel", lambda weight: True)
+    monkeypatch.setattr(torch, "_grouped_mm", shapes_of_grouped_products)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # as above
+    monkeypatch.setattr(torch, "autocast", lambda kind, enabled: nullcontext())
+    teacher = tiny_model(tiny_spec("qwen3", head_dim=16)).requires_grad_(False)
+    dreamer = {"entries": 3, "experts": 6, "slices": 2, "top_experts": 3}
+    student = build_student(teacher, ["full"] * 3, {"dreamer": dreamer})
+    objective = LogitsObjective(teacher.to("meta"), student.to("meta"), LogitsSettings())
+    for progress in (0.0, 0.3, 0.9):
+        values = objective.train_step(packed().to("meta"), lambda loss: loss.backward(), progress)
+        assert values["max_load"].shape == ()
+
+
+def shapes_of_grouped_products(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """In fp32 as well; PyTorch's own wants half precision on this device."""
+    assert ends_E.shape == weight_EIO.shape[:1] and ends_E.dtype == torch.int32
+    return x_MI @ weight_EIO.sum(0)
 
 
 def test_block_masks_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

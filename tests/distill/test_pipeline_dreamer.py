@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from ltconvert.convert.teachers.load import Teacher, load_teacher
 from ltconvert.convert.transfer import build_student, student_options
 from ltconvert.distill.data import Batch
 from ltconvert.distill.logits import LogitsObjective
+from ltconvert.distill.report import summary
+from ltconvert.distill.reporting.run_folder import read_run
+from ltconvert.distill.reporting.run_sections import layers
 from ltconvert.distill.resume import TrainState, load_checkpoint, save_checkpoint
 from ltconvert.distill.routing import Release, loads
 from ltconvert.errors import UserError
@@ -152,3 +156,13 @@ def test_a_dreamer_is_no_teacher(case: Path, teacher: Teacher, tmp_path: Path) -
     given = Teacher(**{**vars(teacher), "model": student})
     with pytest.raises(UserError, match="is a Dreamer"):
         convert(given, case, tmp_path)
+
+
+def test_the_report_names_pools_in_place_of_layers(tmp_path: Path) -> None:
+    (tmp_path / "student").mkdir()
+    pools = {"top_entries": 2, "entries": 7, "top_experts": 3, "experts": 14, "slices": 2}
+    config = {"mixers": ["full"] * 7, "dreamer": pools}
+    (tmp_path / "student" / "config.json").write_text(json.dumps(config))
+    run = read_run(tmp_path)
+    wanted = "uses 2 of 7 attention projections and 3 of 14 experts"
+    assert wanted in summary(run)[0] and wanted in layers(run).text[0]

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ltconvert import recipes
 from ltconvert.convert.inspect import model_facts
+from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.depth_stream import DepthStream
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -196,17 +197,29 @@ def test_logits_on_a_gpu_are_two_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "mixer", ["full", "gdn", "gdn_window", "deltanet", "kda", "mamba2", "retnet", "dsa", "nsa"]
+    ("family", "mixer"),
+    [
+        (family, mixer)
+        for family in ("llama", "qwen3", "ouro", "tied")
+        for mixer in (*MIXERS, "dreamer")
+        if mixer not in ("window", "moda") and (family, mixer) != ("tied", "dreamer")
+    ],
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3", "ouro", "tied"])
 def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, precision: str) -> None:
     """The growth of saved memory with one more layer and with more tokens."""
 
     small = {"window_tokens": 16, "top_k_tokens": 24, "block_tokens": 8, "chosen_blocks": 2}
 
-    def kept(num_layers: int, length: int) -> int:
+    def config_of(num_layers: int) -> LT2Config:
         spec = shape(family, num_layers)
-        model = tiny_model(spec, [mixer] * num_layers, **small)
+        if mixer != "dreamer":
+            return LT2Config.from_spec(spec, [mixer] * num_layers, **small)
+        pools = {"entries": num_layers, "experts": 2 * num_layers, "slices": 2, "shared_size": 16}
+        return LT2Config.from_spec(spec, dreamer=pools | {"top_entries": 1, "top_experts": 2})
+
+    def kept(num_layers: int, length: int) -> int:
+        config = config_of(num_layers)
+        model = tiny_model(config.spec(), config.mixers, **small, dreamer=config.dreamer)
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         found: dict[int, torch.Tensor] = {}
 
@@ -224,8 +237,7 @@ def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, preci
         return sum(x.untyped_storage().nbytes() for x in found.values())
 
     grown = (kept(2, 128) - kept(1, 128)) - (kept(2, 64) - kept(1, 64))
-    config = LT2Config.from_spec(shape(family, 1), [mixer], **small)
-    layer = model_facts(config).layers[0]
+    layer = model_facts(config_of(1)).layers[0]
     predicted = layer.visits * saved_bytes(shape(family, 1), layer, precision)
     assert predicted == pytest.approx(grown / 64, rel=0.25)
 

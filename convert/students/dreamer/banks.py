@@ -67,13 +67,13 @@ def stacks_of(modules: Iterable[nn.Module], slices: int) -> Stacks:
     made: Stacks = {}
     for module in modules:
         for parameter in module.parameters(recurse=False):
-            whole = _as_multiplied(parameter) if parameter.dim() == 3 else parameter
+            whole = as_multiplied(parameter) if parameter.dim() == 3 else parameter
             parts = whole if slices == 1 else whole.unflatten(0, (-1, slices))
             made[parameter] = Stack(whole, parts.unbind())
     return made
 
 
-def _as_multiplied(weight: Tensor) -> Tensor:
-    """In autocast's dtype: cast once a pass, not once a depth."""
-    kind = weight.device.type
-    return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
+def as_multiplied(x: Tensor) -> Tensor:
+    """In autocast's dtype: weights are cast once a pass, not once a depth."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -15,19 +15,22 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.errors import UserError
 
-_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
 # A pool's module and the layer's modules that it stacks.
 _SOURCES: dict[str, tuple[str, ...]] = {
-    "attention.pre_norm": ("pre_mixer_norm",),
     "attention.qkv": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
     "attention.q_norm": ("mixer.q_norm",),
     "attention.k_norm": ("mixer.k_norm",),
     "attention.o": ("mixer.o_proj",),
     "attention.post_norm": ("post_mixer_norm",),
-    "experts.pre_norm": ("pre_mlp_norm",),
     "experts.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "experts.down": ("mlp.down_proj",),
     "experts.post_norm": ("post_mlp_norm",),
+}
+# Norms whose gains are multiplied into the matrices behind them.
+_FOLDED = {
+    "pre_mixer_norm": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    "pre_mlp_norm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
 
@@ -64,20 +67,22 @@ def dreamer_tensors(
     """
     layer = student.model.dreamer
     assert layer is not None
-    made = pool_tensors(dict(teacher.named_parameters()), layer.config.slices)
+    given, offset = dict(teacher.named_parameters()), teacher.model.spec.norm_offset
+    made = pool_tensors(given, layer.config.slices, offset)
     for name, part in layer.named_children():
         if name not in ("attention", "experts"):
             part.to_empty(device=teacher.device).apply(student._init_weights)
-    new = {name: value for name, value in layer.state_dict().items() if not value.is_meta}
-    new |= {
-        name: torch.zeros_like(value, device=teacher.device)
-        for name, value in layer.state_dict().items()
-        if "." not in name
-    }
-    return {f"model.dreamer.{name}": v.detach().to(dtype) for name, v in (made | new).items()}
+    for name, value in layer.state_dict().items():
+        if not value.is_meta:
+            made[name] = value
+        elif "." not in name:  # the layer's own, which start at 0
+            made[name] = torch.zeros_like(value, device=teacher.device)
+    return {f"model.dreamer.{name}": value.detach().to(dtype) for name, value in made.items()}
 
 
-def pool_tensors(teacher: Mapping[str, Tensor], slices: int) -> dict[str, Tensor]:
+def pool_tensors(
+    teacher: Mapping[str, Tensor], slices: int, norm_offset: float
+) -> dict[str, Tensor]:
     """Tensors of both pools, by their names in the layer, from a teacher's named tensors.
 
     Raises:
@@ -86,16 +91,23 @@ def pool_tensors(teacher: Mapping[str, Tensor], slices: int) -> dict[str, Tensor
     layers: dict[int, dict[str, Tensor]] = {}
     for name, value in teacher.items():
         if match := _LAYER_TENSOR.fullmatch(name):
-            layers.setdefault(int(match[1]), {})[f"{match[2]}.{match[3]}"] = value.detach()
-        elif name.startswith("model.layers."):
-            raise ValueError(f"a Dreamer has no place for the teacher's {name}")
+            layers.setdefault(int(match[1]), {})[match[2]] = value.detach()
     stacks: dict[str, list[Tensor]] = {}
     for layer, tensors in sorted(layers.items()):
+        _fold(tensors, norm_offset)
         for name, value in _of_layer(tensors, slices).items():
             stacks.setdefault(name, []).append(value)
         if tensors:
             raise ValueError(f"a Dreamer has no place for layer {layer}'s {min(tensors)}")
     return {name: torch.cat(values) for name, values in stacks.items()}
+
+
+def _fold(tensors: dict[str, Tensor], norm_offset: float) -> None:
+    """Multiply gains into the matrices that read what they scale: ``W (g x) = (W g) x``."""
+    for norm, readers in _FOLDED.items():
+        if (gain := tensors.pop(f"{norm}.weight", None)) is not None:
+            for reader in readers:
+                tensors[f"{reader}.weight"] = tensors[f"{reader}.weight"] * (gain + norm_offset)
 
 
 def _of_layer(tensors: dict[str, Tensor], slices: int) -> dict[str, Tensor]:
@@ -104,11 +116,9 @@ def _of_layer(tensors: dict[str, Tensor], slices: int) -> dict[str, Tensor]:
     for target, sources in _SOURCES.items():
         for kind in ("weight", "bias"):
             found = [tensors.pop(f"{source}.{kind}", None) for source in sources]
-            if found[0] is None:
-                continue
-            parts = [value for value in found if value is not None]
-            cut = [_cut(value, f"{target}.{kind}", slices) for value in parts]
-            made[f"{target}.{kind}"] = torch.cat(cut, dim=1)
+            cut = [_cut(x, f"{target}.{kind}", slices) for x in found if x is not None]
+            if cut:
+                made[f"{target}.{kind}"] = torch.cat(cut, dim=1)
     return made
 
 

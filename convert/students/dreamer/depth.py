@@ -33,6 +33,7 @@ class DepthAttention(nn.Module):
     def __init__(self, spec: TeacherSpec, depths: int, heads: int) -> None:
         super().__init__()
         self.depths, self.head_dim = depths, spec.head_dim
+        self._by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
         width = heads * spec.head_dim
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
         self.q_proj = nn.Linear(spec.hidden_size, width, bias=False)
@@ -70,12 +71,20 @@ class DepthAttention(nn.Module):
     def placed(self, projection: nn.Module, x_BTC: Tensor, depth: int) -> Tensor:
         """Queries or keys at their depth."""
         x_BTHD = self._heads(projection, x_BTC)
-        angles_D = depth_angles(depth, self.depths, self.head_dim, x_BTC.device)
-        cos_BTD, sin_BTD = angles_D.cos()[None, None], angles_D.sin()[None, None]
-        return apply_rope(x_BTHD.transpose(1, 2), cos_BTD, sin_BTD).transpose(1, 2)
+        cos, sin = (table[depth : depth + 1][None] for table in self._tables(x_BTC.device))
+        return apply_rope(x_BTHD.transpose(1, 2), cos, sin).transpose(1, 2)
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin [depths, D], made once a device: copies to a GPU make the host wait."""
+        if device not in self._by_device:
+            with torch.inference_mode(False):
+                turns = [depth_angles(i, self.depths, self.head_dim) for i in range(self.depths)]
+                angles = torch.tensor(turns, device=device)
+                self._by_device[device] = angles.cos(), angles.sin()
+        return self._by_device[device]
 
 
-def depth_angles(depth: int, depths: int, head_dim: int, device: torch.device) -> Tensor:
+def depth_angles(depth: int, depths: int, head_dim: int) -> list[float]:
     """Angles [D] at a depth: half of the frequencies from the first depth, half to the last."""
     forward = head_dim // 2 - head_dim // 4
     turns = [
@@ -83,4 +92,4 @@ def depth_angles(depth: int, depths: int, head_dim: int, device: torch.device) -
         for position, count in ((depth, forward), (depths - 1 - depth, head_dim // 4))
         for i in range(count)
     ]
-    return torch.tensor(turns * 2, device=device)
+    return turns * 2  # channel i turns with channel i + D / 2

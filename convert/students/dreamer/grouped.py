@@ -61,7 +61,7 @@ def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, grouping: Grouping) -> Tens
     One grouped product where PyTorch has it (half precision on a GPU, rows of whole 16 bytes); else
     one product an expert.
     """
-    x_MI = x_MI.to(weight_EOI.dtype)
+    x_MI = x_MI.to(weight_EOI.dtype)  # what an activation gives may be wider
     if _has_kernel(weight_EOI):
         y_MO: Tensor = torch._grouped_mm(x_MI, weight_EOI.mT, grouping.ends_E)
         return y_MO

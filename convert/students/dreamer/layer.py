@@ -83,7 +83,7 @@ class DreamerLayer(nn.Module):
         self.ropes, self.windows = [spec.layer_rope[i] for i in layers], windows
         depths, width = len(layers), spec.hidden_size
         self.register_buffer("release", torch.zeros(()))
-        self._known_release: tuple[Tensor, int, float] | None = None
+        self._known: tuple[Tensor, int, float] | None = None  # a tensor, its version, its value
         self.depth = (
             DepthAttention(spec, depths, config.depth_heads) if config.depth_heads else None
         )
@@ -114,14 +114,15 @@ class DreamerLayer(nn.Module):
     def set_release(self, share: float) -> None:
         """Set r, from 0 to 1."""
         self.release.fill_(share)
-        self._known_release = (self.release, self.release._version, share)
+        self._known = self.release, _version(self.release), share
 
     def released(self) -> float:
-        """r, read from the device once for each value that it has had."""
-        known, now = self._known_release, self.release
-        if known is None or known[0] is not now or known[1] != now._version:
-            known = self._known_release = (now, now._version, float(now))
-        return known[2]
+        """r; the device is asked once for each value that it has had."""
+        tensor, version, share = self._known or (None, 0, 0.0)
+        if tensor is not self.release or version != _version(self.release):
+            share = float(self.release)
+            self._known = self.release, _version(self.release), share
+        return share
 
     def forward(
         self, h_BTC: Tensor, visit: Visit, context: SequenceContext, cache_layer: Any = None
@@ -132,42 +133,43 @@ class DreamerLayer(nn.Module):
             seen, slot = self.depth(h_BTC, visit.depth, visit.slots)
         if seen is not None and not self.config.parallel:
             h_BTC = h_BTC + seen
-        mixture, entries = self._mixture(h_BTC, self.attention_router, visit)
+        x_BTC, router = self._normed(h_BTC), self.attention_router
+        entries = router(x_BTC.flatten(0, 1), visit.depth) if visit.learned else None
         y_BTC = self.attention(
-            h_BTC, mixture, context, cache_layer,
+            self._read(h_BTC, x_BTC), self._mixture(entries, router, visit), context, cache_layer,
             rope_name=self.ropes[visit.depth], window=self.windows[visit.depth],
         )  # fmt: skip
         h_BTC = h_BTC + y_BTC
         if seen is not None and self.config.parallel:
             h_BTC = h_BTC + seen
-        h_BTC, experts = self._with_experts(h_BTC, visit)
+        added_BTC, experts = self._experts_at(h_BTC, visit)
+        h_BTC = h_BTC + added_BTC
         if self.normed_share is not None:
-            normed_BTC = unit_rms(h_BTC, self.spec.rms_norm_eps)
-            h_BTC = h_BTC + self.normed_share[visit.depth].to(h_BTC.dtype) * (normed_BTC - h_BTC)
+            share = self.normed_share[visit.depth].to(h_BTC.dtype)
+            h_BTC = h_BTC + share * (self._normed(h_BTC) - h_BTC)
         return h_BTC, Left(entries, experts, slot)
 
-    def _with_experts(self, h_BTC: Tensor, visit: Visit) -> tuple[Tensor, Routes | None]:
-        """The stream with what the experts add, the shared one among them."""
-        x_NC = unit_rms(h_BTC, self.spec.rms_norm_eps).flatten(0, 1)
-        needed = visit.learned or self.shared is not None
-        routes = self.expert_router(x_NC, visit.depth) if needed else None
-        y_BTC = self.experts(h_BTC, self._parts(routes, self.expert_router, visit))
+    def _experts_at(self, h_BTC: Tensor, visit: Visit) -> tuple[Tensor, Routes | None]:
+        """What the experts add, the shared one among them, and what was chosen."""
+        x_BTC, router = self._normed(h_BTC), self.expert_router
+        x_NC, routes = x_BTC.flatten(0, 1), None
+        if visit.learned or self.shared is not None:
+            routes = router(x_NC, visit.depth)
+        y_BTC = self.experts(self._read(h_BTC, x_BTC), self._mixture(routes, router, visit))
         if self.shared is not None:
             assert routes is not None
-            shared_NC = self.shared(x_NC)
-            y_BTC = y_BTC + (routes.top_N[:, None].to(y_BTC.dtype) * shared_NC).view_as(h_BTC)
-        return h_BTC + y_BTC, routes if visit.learned else None
+            shared_NC = routes.top_N[:, None].to(y_BTC.dtype) * self.shared(x_NC)
+            y_BTC = y_BTC + shared_NC.view_as(y_BTC)
+        return y_BTC, routes if visit.learned else None
 
-    def _mixture(
-        self, h_BTC: Tensor, router: Router, visit: Visit
-    ) -> tuple[Mixture, Routes | None]:
-        routes = None
-        if visit.learned:
-            x_NC = unit_rms(h_BTC, self.spec.rms_norm_eps).flatten(0, 1)
-            routes = router(x_NC, visit.depth)
-        return self._parts(routes, router, visit), routes
+    def _normed(self, h_BTC: Tensor) -> Tensor:
+        return unit_rms(h_BTC, self.spec.rms_norm_eps)
 
-    def _parts(self, routes: Routes | None, router: Router, visit: Visit) -> Mixture:
+    def _read(self, h_BTC: Tensor, x_BTC: Tensor) -> Tensor:
+        """What branches read: the normed stream, where the family has norms before them."""
+        return h_BTC if self.spec.norm_layout == "post" else x_BTC
+
+    def _mixture(self, routes: Routes | None, router: Router, visit: Visit) -> Mixture:
         """The experts that count at a visit, with their shares."""
         parts: list[tuple[Tensor | None, Rows]] = []
         if visit.forced:
@@ -176,9 +178,14 @@ class DreamerLayer(nn.Module):
         if visit.learned:
             assert routes is not None
             grouping = grouped.group(routes.chosen_NK, len(router.balance))
-            chosen = ChosenRows(routes.weights_NK, grouping, visit.stacks)
+            chosen = ChosenRows(routes.chosen_NK, routes.weights_NK, grouping, visit.stacks)
             parts.append((visit.release if visit.forced else None, chosen))
         return Mixture(tuple(parts))
+
+
+def _version(tensor: Tensor) -> int:
+    """Grows when a tensor is written to; tensors made in inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass

@@ -1,9 +1,10 @@
 """Sequence attention and expert attention over pools that start as the teacher's layers.
 
 What differs from layer to layer belongs to the experts: matrices and biases, whose outputs are
-mixed, and gains of norms. A norm in front of a matrix has the gains of the matrix's expert; a norm
-behind a mixture norms the mixture, with the mixture of the gains. Windows and positions belong to
-the depth: a key has one position for all who read it, and a cache slot one length.
+mixed, and gains of norms. Gains of a norm in front of matrices are multiplied into these, so that
+all experts read the same; a norm behind a mixture norms the mixture, with the mixture of the gains.
+Windows and positions belong to the depth: a key has one position for all who read it, and a cache
+slot one length.
 
 B rows, T tokens, N = B T, C hidden width, H query heads, G key/value heads, D head width, M = H D,
 I width of an expert.
@@ -26,26 +27,13 @@ from ltconvert.convert.teachers.spec import TeacherSpec
 
 
 class Pool(nn.Module):
-    """What both pools share: the norms before and behind a branch, where the family has them."""
+    """What both pools share: a norm behind the branch, where the family has one."""
 
     def __init__(self, spec: TeacherSpec, experts: int) -> None:
         super().__init__()
         self.spec = spec
-
-        def gains(wanted: bool) -> Gains | None:
-            return Gains(experts, spec.hidden_size, spec.norm_offset) if wanted else None
-
-        self.pre_norm = gains(spec.norm_layout != "post")
-        self.post_norm = gains(spec.norm_layout != "pre")
-
-    def read(self, h_NC: Tensor) -> Tensor:
-        """The stream as experts read it, their gains aside."""
-        return h_NC if self.pre_norm is None else unit_rms(h_NC, self.spec.rms_norm_eps)
-
-    def spread(self, x_NC: Tensor, rows: Rows) -> Tensor:
-        """The tokens of ``read``, each with its experts' gains."""
-        x_MC = rows.spread(x_NC)
-        return x_MC if self.pre_norm is None else scaled(x_MC, rows.gains(self.pre_norm))
+        behind = spec.norm_layout != "pre"
+        self.post_norm = Gains(experts, spec.hidden_size, spec.norm_offset) if behind else None
 
     def contribution(self, y_NC: Tensor, mixture: Mixture, total: int = 1) -> Tensor:
         """What a branch's output adds to the stream; the weights of a token sum to ``total``."""
@@ -74,7 +62,7 @@ class AttentionPool(Pool):
 
     def forward(
         self,
-        h_BTC: Tensor,
+        x_BTC: Tensor,
         mixture: Mixture,
         context: SequenceContext,
         cache_layer: CacheLayerMixin | None,
@@ -82,9 +70,9 @@ class AttentionPool(Pool):
         rope_name: str | None,
         window: int | None,
     ) -> Tensor:
-        """h [B, T, C] -> what attention adds to it, [B, T, C]."""
-        rows_and_tokens = h_BTC.shape[:2]
-        projected = self._project(h_BTC.flatten(0, 1), mixture)
+        """x [B, T, C] (normed where the family does) -> what is added to the stream, [B, T, C]."""
+        rows_and_tokens = x_BTC.shape[:2]
+        projected = self._project(x_BTC.flatten(0, 1), mixture)
         q_BHTD, k_BGSD, v_BGSD = (
             y.unflatten(0, rows_and_tokens).transpose(1, 2) for y in projected
         )
@@ -93,13 +81,12 @@ class AttentionPool(Pool):
             k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
         o_BHTD = softmax_attention(q_BHTD, k_BGSD, v_BGSD, context, self.spec, window)
         o_NM = o_BHTD.transpose(1, 2).flatten(2).flatten(0, 1)
-        y_NC = mixture(lambda rows: rows.gather(rows.linear(rows.spread(o_NM), self.o)))
-        return self.contribution(y_NC, mixture).view_as(h_BTC)
+        y_NC = mixture(lambda rows: rows.out(rows.spread(o_NM), self.o))
+        return self.contribution(y_NC, mixture).view_as(x_BTC)
 
-    def _project(self, h_NC: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_NC: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, H, D], keys and values [N, G, D], normed as the family does."""
-        x_NC = self.read(h_NC)
-        y_NO = mixture(lambda rows: rows.gather(rows.linear(self.spread(x_NC, rows), self.qkv)))
+        y_NO = mixture(lambda rows: rows.out(rows.spread(x_NC), self.qkv))
         q, k, v = y_NO.split(self.widths, dim=-1)
         if self.spec.qk_norm == "full":
             q, k = self._qk_normed(q, k, mixture)
@@ -127,15 +114,15 @@ class ExpertPool(Pool):
         self.down = Bank(experts, inner, spec.hidden_size, bias=spec.mlp_bias)
         self.activation = ACT2FN[spec.hidden_act]
 
-    def forward(self, h_BTC: Tensor, mixture: Mixture) -> Tensor:
-        """h [B, T, C] -> what the experts add to it, [B, T, C]."""
-        x_NC = self.read(h_BTC.flatten(0, 1))
+    def forward(self, x_BTC: Tensor, mixture: Mixture) -> Tensor:
+        """x [B, T, C] (normed where the family does) -> what is added to the stream, [B, T, C]."""
+        x_NC = x_BTC.flatten(0, 1)
 
         def expert(rows: Rows) -> Tensor:
-            gate_MI, up_MI = rows.linear(self.spread(x_NC, rows), self.gate_up).chunk(2, dim=-1)
-            return rows.gather(rows.linear(self.activation(gate_MI) * up_MI, self.down))
+            gate, up = rows.within(rows.spread(x_NC), self.gate_up).chunk(2, dim=-1)
+            return rows.out(self.activation(gate) * up, self.down)
 
-        return self.contribution(mixture(expert), mixture, self.slices).view_as(h_BTC)
+        return self.contribution(mixture(expert), mixture, self.slices).view_as(x_BTC)
 
 
 class SharedExpert(nn.Module):
@@ -160,15 +147,10 @@ def unit_rms(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.to(work), x.shape[-1:], eps=eps).to(x.dtype)
 
 
-def scaled(x: Tensor, gains: Tensor) -> Tensor:
-    """x times gains, in x's dtype (in fp32 at least inside)."""
-    work = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(work) * gains.to(work)).to(x.dtype)
-
-
 def normed(y: Tensor, gains: Gains, mixture: Mixture, eps: float, total: int = 1) -> Tensor:
     """RMSNorm of mixtures [N, O] or [N, heads, D], with the mixture of the gains."""
-    mixed = mixture(lambda rows: rows.gather(rows.gains(gains))) / total
+    mixed = mixture(lambda rows: rows.gains(gains)) / total
     if y.dim() == 3 and mixed.dim() == 2:  # each token's own, the same for its heads
         mixed = mixed[:, None]
-    return scaled(unit_rms(y, eps), mixed)
+    work = torch.promote_types(y.dtype, torch.float32)
+    return (unit_rms(y.to(work), eps) * mixed.to(work)).to(y.dtype)

@@ -1,8 +1,8 @@
 """Experts applied to tokens: a layer's own to all of them, or to each token those it chose.
 
-Both have the same four methods, so that what an expert computes is written once.
+Both have the same methods, so that what an expert computes is written once.
 
-N tokens, M rows (tokens, or tokens times choices), E experts, I input and O output channels.
+N tokens, M rows, S slices of an MLP, E experts, I input and O output channels.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ltconvert.convert.students.dreamer import grouped
-from ltconvert.convert.students.dreamer.banks import Bank, Gains, Stacks
+from ltconvert.convert.students.dreamer.banks import Bank, Gains, Stacks, as_multiplied
 
 
 class Rows(Protocol):
-    """Tokens as the experts read them."""
+    """Tokens as their experts read them."""
 
     def spread(self, x_NI: Tensor) -> Tensor:
-        """A row for each expert that reads a token."""
+        """Tokens -> rows."""
+        ...
+
+    def within(self, x: Tensor, bank: Bank) -> Tensor:
+        """Rows through their experts' linear layers -> rows."""
+        ...
+
+    def out(self, x: Tensor, bank: Bank) -> Tensor:
+        """Rows through their experts' linear layers, weighed and added up -> [N, O]."""
         ...
 
     def gains(self, gains: Gains) -> Tensor:
-        """Gains of each row's expert."""
-        ...
-
-    def linear(self, x_MI: Tensor, bank: Bank) -> Tensor:
-        """Each row through its expert's linear layer."""
-        ...
-
-    def gather(self, y_MO: Tensor) -> Tensor:
-        """Each token's rows, weighed and added up, [N, O] (or [1, O], the same for all)."""
+        """The experts' gains, weighed and added up: [N, O], or [O] for all tokens."""
         ...
 
 
@@ -42,7 +43,7 @@ class Rows(Protocol):
 class OwnRows:
     """All tokens through the experts of one layer of the teacher, at weight 1: plain products.
 
-    Several experts (slices of an MLP) stand on an axis in front.
+    Rows are [N, I]; with several slices what ``within`` gives, and ``out`` takes, is [N, S, I].
     """
 
     layer: int
@@ -53,55 +54,70 @@ class OwnRows:
         """The tokens as they are."""
         return x_NI
 
-    def gains(self, gains: Gains) -> Tensor:
-        """[I] of one expert, [slices, 1, I] of several."""
-        own = self.stacks[gains.weight].own[self.layer] + gains.offset
-        return own if self.slices == 1 else own[:, None]
-
-    def linear(self, x_MI: Tensor, bank: Bank) -> Tensor:
-        """[N, O], or [slices, N, O]."""
-        weight = self.stacks[bank.weight].own[self.layer]
-        bias = None if bank.bias is None else self.stacks[bank.bias].own[self.layer]
+    def within(self, x: Tensor, bank: Bank) -> Tensor:
+        """[N, I] -> [N, O] or [N, S, O]."""
+        weight, bias = self._own(bank.weight), self._own(bank.bias)
+        assert weight is not None
         if self.slices == 1:
-            return F.linear(x_MI, weight, bias)
-        y_MO = x_MI.to(weight.dtype) @ weight.mT
-        return y_MO if bias is None else y_MO + bias[:, None]
+            return F.linear(x, weight, bias)
+        y = F.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
+        return y.unflatten(-1, (self.slices, -1))
 
-    def gather(self, y_MO: Tensor) -> Tensor:
-        """The sum over slices."""
-        return y_MO if self.slices == 1 else y_MO.sum(0)
+    def out(self, x: Tensor, bank: Bank) -> Tensor:
+        """[N, I] or [N, S, I] -> [N, O]."""
+        weight, bias = self._own(bank.weight), self._own(bank.bias)
+        assert weight is not None
+        if self.slices == 1:
+            return F.linear(x, weight, bias)
+        bias = None if bias is None else bias.sum(0)
+        return F.linear(x.flatten(1), weight.transpose(0, 1).flatten(1), bias)
+
+    def gains(self, gains: Gains) -> Tensor:
+        """[O]."""
+        own = self._own(gains.weight)
+        assert own is not None
+        own = own + gains.offset
+        return own if self.slices == 1 else own.sum(0)
+
+    def _own(self, parameter: torch.nn.Parameter | None) -> Tensor | None:
+        return None if parameter is None else self.stacks[parameter].own[self.layer]
 
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """Tokens through the experts that they chose.
+    """Tokens through the experts that they chose: M = N times choices, sorted by expert.
 
     Attributes:
-        weights_NK: of each choice.
+        chosen_NK, weights_NK: the choices.
     """
 
+    chosen_NK: Tensor
     weights_NK: Tensor
     grouping: grouped.Grouping
     stacks: Stacks
 
     def spread(self, x_NI: Tensor) -> Tensor:
-        """[M, I], sorted by expert."""
-        return grouped.spread(x_NI, self.grouping)
+        """[N, I] -> [M, I], in the dtype of products."""
+        return grouped.spread(as_multiplied(x_NI), self.grouping)
 
-    def gains(self, gains: Gains) -> Tensor:
-        """[M, I]."""
-        return (self.stacks[gains.weight].whole + gains.offset)[self.grouping.expert_M]
-
-    def linear(self, x_MI: Tensor, bank: Bank) -> Tensor:
-        """[M, O]."""
-        y_MO = grouped.grouped_linear(x_MI, self.stacks[bank.weight].whole, self.grouping)
+    def within(self, x: Tensor, bank: Bank) -> Tensor:
+        """[M, I] -> [M, O]."""
+        y_MO = grouped.grouped_linear(x, self.stacks[bank.weight].whole, self.grouping)
         if bank.bias is None:
             return y_MO
-        return y_MO + self.stacks[bank.bias].whole[self.grouping.expert_M]
+        return y_MO + self.stacks[bank.bias].whole[self.grouping.expert_M].to(y_MO.dtype)
 
-    def gather(self, y_MO: Tensor) -> Tensor:
+    def out(self, x: Tensor, bank: Bank) -> Tensor:
+        """[M, I] -> [N, O]."""
+        return grouped.gather(self.within(x, bank), self.weights_NK, self.grouping)
+
+    def gains(self, gains: Gains) -> Tensor:
         """[N, O]."""
-        return grouped.gather(y_MO, self.weights_NK, self.grouping)
+        whole = self.stacks[gains.weight].whole
+        weights_NE = self.weights_NK.new_zeros(len(self.weights_NK), len(whole))
+        weights_NE = weights_NE.scatter(1, self.chosen_NK, self.weights_NK)
+        with torch.autocast(whole.device.type, enabled=False):
+            return weights_NE @ (whole.to(weights_NE.dtype) + gains.offset)
 
 
 Expert = Callable[[Rows], Tensor]
@@ -114,7 +130,7 @@ class Mixture:
     parts: tuple[tuple[Tensor | None, Rows], ...]
 
     def __call__(self, expert: Expert) -> Tensor:
-        """What the experts give together, [N, O] (or [1, O] or [O], the same for all tokens)."""
+        """What the experts give together."""
         outputs = [(share, expert(rows)) for share, rows in self.parts]
         first, *rest = [y if share is None else y * share.to(y.dtype) for share, y in outputs]
         for y in rest:
