@@ -49,24 +49,24 @@ def run(
         return
     columns = ("", reference, "its Dreamer", "matched Dreamer", "matched / model")
     output.print_table(f"in rows of {context:,} tokens", columns, _rows(costs))
-    shown = [(n, shapes["unmatched"][n], shapes["matched"][n]) for n in NUMBERS]
+    shown = [(n, *(shape[n] for shape in shapes.values())) for n in NUMBERS]
     inner = [s.spec.intermediate_size // s.dreamer.slices for s in models.values()]
     shown.append(("width of an expert", *inner))
     output.print_table("", ("shape", "its Dreamer", "matched Dreamer"), shown)
 
 
 def start_of(config: LT2Config) -> DreamerShape:
-    """The Dreamer that a model becomes, or that it is."""
+    """The Dreamer that a model becomes by the recipe `dreamer`, or that it is."""
+    from ltconvert import recipes
+    from ltconvert.convert.students.dreamer.build import dreamer_options
+    from ltconvert.convert.students.dreamer.config import DreamerConfig
     from ltconvert.distill.planning.dreamer_shape import DreamerShape
 
-    options: dict[str, Any] = dict(config.dreamer or {})
-    pools = {name: options.pop(name) for name in ("entries", "experts") if name in options}
-    shape = DreamerShape.at_start(
-        config.spec(), [step.layer for step in config.schedule()], **options
-    )
-    if pools:
-        shape = held(shape, [f"entries={pools['entries']}"])
-    return shape
+    student = recipes.resolve("dreamer").student.model_dump()
+    options = config.dreamer or dreamer_options(config.spec(), student)
+    assert options is not None
+    schedule = [step.layer for step in config.schedule()]
+    return DreamerShape.at_start(config.spec(), schedule, DreamerConfig(**options))
 
 
 def held(shape: DreamerShape, hold: Sequence[str]) -> DreamerShape:

@@ -47,8 +47,8 @@ class DreamerSettings(Settings):
     )
     pool_cut: Literal["drop", "merge"] = Field(
         "drop",
-        description="`dreamer`: entries that tokens give least weight leave a pool, or enter the mean"
-        " of the entry most like them",
+        description="`dreamer`: entries that tokens give least weight leave a pool, or enter the"
+        " mean of the entry most like them",
     )
 
     @field_validator("pool_schedule")

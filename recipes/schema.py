@@ -441,7 +441,7 @@ class LoopSettings(LogitsSettings):
 
 
 class ShrinkSettings(LogitsSettings):
-    """Stage `shrink`: the pools of a Dreamer get smaller, and what is left learns after each step."""
+    """Stage `shrink`: pools of a Dreamer get smaller, and what is left learns after each step."""
 
     budget_tokens: int = Field(200_000_000, gt=0, description="tokens of all steps together")
     batch_tokens: int = Field(65_536, gt=0)

@@ -42,20 +42,14 @@ class DreamerShape:
     mlp_ratio: float
 
     @classmethod
-    def at_start(cls, spec: TeacherSpec, schedule: Sequence[int], **options: Any) -> DreamerShape:
+    def at_start(
+        cls, spec: TeacherSpec, schedule: Sequence[int], dreamer: DreamerConfig
+    ) -> DreamerShape:
         """Of the Dreamer that a teacher becomes.
 
         Args:
             schedule: the teacher's layers in the order of its visits.
-            options: of ``DreamerConfig``, beside the sizes of its pools.
-
-        Raises:
-            UserError: the options do not fit the teacher.
         """
-        slices = options.get("slices", 1)
-        _check_slices(spec.intermediate_size, slices)
-        pools = {"entries": spec.num_layers, "experts": spec.num_layers * slices}
-        dreamer = DreamerConfig(**pools, **options)
         ratio = spec.intermediate_size / spec.hidden_size
         return cls(_unrolled(spec, schedule), dreamer, ratio)
 
@@ -78,34 +72,32 @@ class DreamerShape:
         """The shape with one of NUMBERS so large; None where there is none."""
         if value == self.number(name):
             return self
-        if value < 1:
+        return None if value < 1 else getattr(self, f"_with_{name}")(value)
+
+    def _with_depths(self, depths: int) -> Self:
+        return replace(self, spec=_unrolled(self.spec, _again(self.spec.num_layers, depths)))
+
+    def _with_width(self, width: int) -> Self:
+        step = INNER_STEP * self.dreamer.slices
+        inner = max(1, round(width * self.mlp_ratio / step)) * step
+        return replace(self, spec=replace(self.spec, hidden_size=width, intermediate_size=inner))
+
+    def _with_heads(self, heads: int) -> Self:
+        group = self.spec.num_attention_heads // self.spec.num_key_value_heads
+        spec = replace(self.spec, num_key_value_heads=heads, num_attention_heads=heads * group)
+        return replace(self, spec=spec)
+
+    def _with_entries(self, entries: int) -> Self | None:
+        return self._with_pools(entries=entries, experts=entries * self.dreamer.slices)
+
+    def _with_top_experts(self, top: int) -> Self | None:
+        return self._with_pools(top_experts=top)
+
+    def _with_pools(self, **sizes: Any) -> Self | None:
+        try:
+            return replace(self, dreamer=replace(self.dreamer, **sizes))
+        except UserError:  # tokens would use more than there is, or less than an MLP
             return None
-        spec, dreamer = self.spec, self.dreamer
-        if name == "depths":
-            places = [spec.layer_rope[i % spec.num_layers] for i in range(value)]
-            windows = [spec.layer_windows[i % spec.num_layers] for i in range(value)]
-            spec = replace(
-                spec, num_layers=value, layer_rope=tuple(places), layer_windows=tuple(windows)
-            )
-        elif name == "width":
-            step = INNER_STEP * dreamer.slices
-            inner = max(1, round(value * self.mlp_ratio / step)) * step
-            spec = replace(spec, hidden_size=value, intermediate_size=inner)
-        elif name == "heads":
-            group = spec.num_attention_heads // spec.num_key_value_heads
-            spec = replace(spec, num_key_value_heads=value, num_attention_heads=value * group)
-        else:
-            changed = {name: value}
-            if name == "entries":
-                changed["experts"] = value * dreamer.slices
-            pools = {n: changed.get(n, getattr(dreamer, n)) for n in ("entries", "experts")}
-            top = changed.get("top_experts", dreamer.top_experts)
-            if not dreamer.slices <= top <= pools["experts"]:
-                return None
-            if dreamer.top_entries > pools["entries"]:
-                return None
-            dreamer = replace(dreamer, **changed)
-        return replace(self, spec=spec, dreamer=dreamer)
 
     def config(self) -> LT2Config:
         """Of the model itself."""
@@ -135,9 +127,9 @@ class DreamerShape:
         )
 
 
-def _check_slices(width: int, slices: int) -> None:
-    if width % slices:
-        raise UserError(f"an MLP of width {width} does not divide into {slices} slices")
+def _again(layers: int, depths: int) -> list[int]:
+    """So many layers in turn."""
+    return [depth % layers for depth in range(depths)]
 
 
 def _unrolled(spec: TeacherSpec, schedule: Sequence[int]) -> TeacherSpec:
@@ -154,8 +146,8 @@ def _unrolled(spec: TeacherSpec, schedule: Sequence[int]) -> TeacherSpec:
 
 
 def _norms(spec: TeacherSpec) -> int:
-    """Gains before and behind a branch."""
-    return (2 if spec.norm_layout == "sandwich" else 1) * spec.hidden_size
+    """Gains behind a branch; those before it are part of the matrices."""
+    return 0 if spec.norm_layout == "pre" else spec.hidden_size
 
 
 def _entry(spec: TeacherSpec) -> int:
@@ -177,7 +169,7 @@ def _expert(spec: TeacherSpec, slices: int) -> int:
 
 
 def _rest(spec: TeacherSpec, dreamer: DreamerConfig) -> int:
-    """Parameters that every visit multiplies by: routers' keys, depth attention, the shared expert."""
+    """What every visit multiplies by: routers' keys, depth attention, the shared expert."""
     width = spec.hidden_size
     keys = (dreamer.entries + dreamer.experts) * width
     depth_width = dreamer.depth_heads * spec.head_dim

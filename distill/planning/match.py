@@ -70,7 +70,7 @@ def match(start: S, target: Footprint, free: Sequence[str], context_tokens: int)
 
 
 def _descend(start: S, cost: Callable[[S], float], free: Sequence[str]) -> S:
-    pairs = list(itertools.combinations(free, 2)) or [(free[0],)]
+    pairs: list[tuple[str, ...]] = [*itertools.combinations(free, 2)] or [(free[0],)]
     best, least, before = start, cost(start), math.inf
     while least < before:
         before = least

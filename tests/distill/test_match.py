@@ -9,6 +9,7 @@ import pytest
 from helpers import FAMILIES, tiny_spec
 
 from ltconvert.convert.inspect import model_facts
+from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.distill.planning.dreamer_shape import NUMBERS, DreamerShape
 from ltconvert.distill.planning.footprint import footprint
@@ -23,10 +24,14 @@ OPTIONS: list[dict[str, Any]] = [
 CONTEXT = 24
 
 
+def pools(entries: int, **options: Any) -> DreamerConfig:
+    return DreamerConfig(entries, entries * options.get("slices", 1), **options)
+
+
 def shape_of(family: str, **options: Any) -> DreamerShape:
     spec = tiny_spec(family)
     schedule = [step.layer for step in LT2Config.from_spec(spec).schedule()]
-    return DreamerShape.at_start(spec, schedule, **options)
+    return DreamerShape.at_start(spec, schedule, pools(3, **options))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -47,7 +52,7 @@ def test_arithmetic_is_that_of_the_built_model(family: str, options: dict[str, A
 )
 def test_a_known_shape_is_found_again(goal: dict[str, int], held: str) -> None:
     spec = replace(tiny_spec("llama"), hidden_size=512, intermediate_size=1536, vocab_size=4096)
-    start = DreamerShape.at_start(spec, [0, 1, 2] * 4, slices=4, top_experts=6)
+    start = DreamerShape.at_start(spec, [0, 1, 2] * 4, pools(3, slices=4, top_experts=6))
     wanted = start
     for name, value in goal.items():
         moved = wanted.with_number(name, value)

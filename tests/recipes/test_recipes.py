@@ -108,7 +108,7 @@ def test_values_from_the_command_line(text: str, section: str, key: str, value: 
         ("logits.temprature=2", "did you mean logits.temperature?"),
         (
             "temperature=2",
-            "did you mean loop.temperature or logits.temperature or longctx.temperature?",
+            "or logits.temperature or shrink.temperature or longctx.temperature?",
         ),
         ("logit.temperature=2", "did you mean logits.temperature?"),
         ("logits.temperature=-1", "logits.temperature: input should be greater than 0 (got -1)"),
