@@ -35,7 +35,7 @@ from ltconvert.convert.students.blocks import (
 )
 from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.depth_layer import DepthCall
-from ltconvert.convert.students.depth_plan import FFN
+from ltconvert.convert.students.depth_plan import ATTENTION, FFN
 from ltconvert.convert.students.depth_stream import DepthStream
 from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.loop import LoopState, Step
@@ -128,22 +128,25 @@ class LT2Model(LT2PreTrainedModel):
         self.prepare_depth()
         self.post_init()
 
-    def prepare_depth(self) -> list[int]:
+    def prepare_depth(self) -> list[tuple[int, str]]:
         """Make what the depth stream needs and is not there; once more when mixers have changed.
 
         Returns:
-            The layers that got a ``depth_proj``, whose weights are random.
+            Layers and their sublayers that got a projection, whose weights are random.
         """
         self.depth_plan = self.config.depth_plan()
         if self.depth_plan is None:
             return []
         if not hasattr(self, "depth_schedule"):
             self.register_buffer("depth_schedule", torch.zeros((), device=self.device))
-        visits = zip(self.schedule, self.depth_plan.visits, strict=True)
-        writing = {step.layer for step, visit in visits if FFN in visit.writes}
-        new = [layer for layer in sorted(writing) if self.layers[layer].depth_proj is None]
-        for layer in new:
-            self.layers[layer].depth_proj = SlotProjection(self.spec)
+        projected = (ATTENTION, FFN) if self.config.depth_writers == "projected" else (FFN,)
+        new = []
+        for step, visit in zip(self.schedule, self.depth_plan.visits, strict=True):
+            made = self.layers[step.layer].depth_proj
+            for kind in visit.writes:
+                if kind in projected and kind not in made:
+                    made[kind] = SlotProjection(self.spec)
+                    new.append((step.layer, kind))
         return new
 
     def make_mixer(self, kind: str, layer: int) -> Projections:
@@ -160,7 +163,6 @@ class LT2Model(LT2PreTrainedModel):
             index_heads=config.index_heads,
             block_tokens=config.block_tokens,
             chosen_blocks=config.chosen_blocks,
-            depth_writers=config.depth_writers,
             depth_rope=config.depth_rope,
             depth_bias=config.depth_bias,
         )

@@ -56,10 +56,9 @@ def written_out(model: LT2ForCausalLM) -> list[dict[str, float]]:
         out = layer.mixer_contribution(layer.mixer.output(h, o, context))
         h = state.h_BTC + out
         x = layer.mlp_input(h)
-        left = {"attention": layer.mixer.project(layer.mixer_input(state.h_BTC))[1:]}
-        if layer.depth_proj is not None:
-            left["ffn"] = layer.depth_proj(x)
-        stream.write(visit, {name: left[name] for name in visit.writes})
+        read = {"attention": layer.mixer_input(state.h_BTC), "ffn": x}
+        left = {kind: layer.depth_proj[kind](read[kind]) for kind in visit.writes}
+        stream.write(visit, left)
         state = state.with_stream(h + layer.mlp_contribution(x))
     return found
 
