@@ -25,7 +25,7 @@ CUDNN_ON = (9, 10)  # Hopper and Blackwell: its kernels there are ahead of Flash
 def pick(
     q_BTHD: Tensor, k_BSGD: Tensor, ids: Tensor | None, window: int, cap: float, training: bool
 ) -> Attention:
-    """The fastest that takes the call; from what the host knows, so that a backward picks alike.
+    """The fastest that takes the call.
 
     cuDNN makes a plan for every new shape, which takes longer than the attention: it is for
     training, where shapes repeat. FlashAttention 2 also takes windows and keys of the past. What
@@ -87,16 +87,18 @@ def backward(
             do_BTHD, None, o_BTHD, log_sum_BHT, q_BTHD, k_BSGD, v_BSGD, ids_BT, window, scale, cap
         )
     lengths = q_BTHD.shape[1], k_BSGD.shape[1]
-    seed = torch.empty(2, dtype=torch.int64, device=q_BTHD.device)  # read with dropout alone
+    # Seeds, which are read with dropout alone; their types are those of the forwards.
+    dtype = torch.uint64 if attention == "flash" else torch.int64
+    seed, offset = (torch.empty(size, dtype=dtype, device=q_BTHD.device) for size in ((2,), ()))
     if attention == "flash":
         return torch.ops.aten._flash_attention_backward(
             do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, log_sum_BHT, None, None, *lengths, 0.0, True,
-            seed, seed, scale=scale, **_reach(window, k_BSGD),
+            seed, offset, scale=scale, **_reach(window, k_BSGD),
         )  # fmt: skip
     log_sum = log_sum_BHT if _cudnn_sum_axes == 3 else log_sum_BHT[..., None]
     do, q, k, v, o = (x.transpose(1, 2) for x in (do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD))
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, log_sum, seed[0], seed[0], None, None, None, *lengths, 0.0, True,
+        do, q, k, v, o, log_sum, offset, offset, None, None, None, *lengths, 0.0, True,
         scale=scale,
     )  # fmt: skip
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)
