@@ -101,14 +101,8 @@ def _backward_op(
         scale, cap, merge=launch.Merge(log_sum_BHT, schedule, bias_H), dbias=dbias_BHT, add=stored,
     )  # fmt: skip
     dbias = dbias_BHT if bias_H is None else dbias_BHT.sum((0, 2)).to(bias_H.dtype)
-    return (
-        dq,
-        dk,
-        dv,
-        *launch.returned(ddepth, q_BTHD, stored),
-        dbias,
-        torch.zeros_like(joint_BHT[0, 0, 0]),
-    )
+    of_depth = launch.returned(ddepth, q_BTHD, stored)
+    return dq, dk, dv, *of_depth, dbias, joint_BHT.new_zeros(())
 
 
 @_backward_op.register_fake

@@ -234,6 +234,22 @@ def test_keys_of_the_past(length: int, window: int | None) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("attention", ["cudnn", "flash"])
+@pytest.mark.parametrize(("length", "window"), [(256, 256), (256, 64), (7, 256)])
+def test_calls_fit_this_version_of_pytorch(attention: Any, length: int, window: int) -> None:
+    """Arguments, shapes and layouts, without a device; values are tested on a GPU."""
+    from ltconvert.kernels.depth_attention import sequence
+
+    q = torch.empty(2, length, 8, 64, device="meta", dtype=torch.bfloat16)
+    k, v = (torch.empty(2, 256, 2, 64, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    how: tuple[Any, ...] = None, window, 0.1, 0.0
+    o, log_sum = sequence.forward(attention, q, k, v, *how)
+    assert (o.shape, log_sum.shape) == (q.shape, (2, 8, length)) and o.is_contiguous()
+    found = sequence.backward(attention, torch.empty_like(o), o, log_sum, q, k, v, *how)
+    assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
+
+
+@needs_triton
 @pytest.mark.parametrize("bias", [-40.0, 0.0, 200.0])
 @pytest.mark.parametrize("schedule", [0.3, 1.0])
 def test_one_part_far_ahead_of_the_other(schedule: float, bias: float) -> None:
