@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from ltconvert.convert.decode_depth import DepthNow, MixtureOfDepthsStep
 from ltconvert.convert.decode_layers import (
     AttentionStep,
     LayerStep,
@@ -84,6 +85,8 @@ class Step:
                 continue
             if visit.opens_loop:
                 loop_in_BC = h_BC
+            if now.depth is not None:
+                now.depth.turn(visit.slot)
             h_BC, seen[visit.layer] = layer(h_BC, cache_layer, now), layer
             if visit.closes_loop and decoder.loop_residual is not None:
                 h_BC = h_BC + decoder.loop_residual[visit.loop].to(h_BC.dtype) * loop_in_BC
@@ -122,6 +125,9 @@ class Step:
             outside={window: lengths_B >= window for window in self.windows},
             first=torch.zeros_like(lengths_B),
             kept=kept,
+            depth=None
+            if (stream := self.model.model.depth_stream(tables)) is None
+            else DepthNow(stream),
         )
 
 
@@ -155,7 +161,9 @@ def layer_step(layer: DecoderLayer) -> LayerStep:
         return SparseAttentionStep(layer)
     if isinstance(mixer, BlockSparseAttention):
         return BlockSparseAttentionStep(layer)
-    if isinstance(mixer, Attention) and not isinstance(mixer, MixtureOfDepths):
+    if isinstance(mixer, MixtureOfDepths):
+        return MixtureOfDepthsStep(layer)
+    if isinstance(mixer, Attention):
         return AttentionStep(layer)
     if isinstance(mixer, WindowedGatedDeltaNet):
         return WindowedGatedDeltaNetStep(layer)

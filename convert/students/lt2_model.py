@@ -36,7 +36,7 @@ from ltconvert.convert.students.blocks import (
 from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.depth_layer import DepthCall
 from ltconvert.convert.students.depth_plan import ATTENTION, FFN
-from ltconvert.convert.students.depth_stream import DepthStream
+from ltconvert.convert.students.depth_stream import DepthStream, Tables
 from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
@@ -235,11 +235,15 @@ class LT2Model(LT2PreTrainedModel):
         """The state before the first visit, without a depth stream."""
         return LoopState(h_BTC, h_BTC)
 
-    def depth_stream(self, context: SequenceContext) -> DepthStream | None:
-        """An empty depth stream for one pass; None where no layer reads one."""
+    def depth_stream(self, rope: Tables) -> DepthStream | None:
+        """An empty depth stream for one pass; None where no layer reads one.
+
+        Args:
+            rope: of the pass, see ``SequenceContext``.
+        """
         if self.depth_plan is None:
             return None
-        return DepthStream(self.depth_plan, context.rope, self.depth_ropes(), self.depth_schedule)
+        return DepthStream(self.depth_plan, rope, self.depth_ropes(), self.depth_schedule)
 
     def depth_ropes(self) -> list[str | None]:
         """Names of the positions at which layers read the depth stream, each once."""
@@ -371,7 +375,7 @@ class LT2Model(LT2PreTrainedModel):
             past_length=0 if cache is None else cache.num_tokens,
         )
         context.learns_choice = learns_choice
-        state = replace(self.start(h_BTC), depth=self.depth_stream(context))
+        state = replace(self.start(h_BTC), depth=self.depth_stream(context.rope))
         if leaves is not None and cache is not None and cache.num_tokens and h_BTC.shape[1] == 1:
             state = run_until_exit(self, state, context, cache, leaves)
         else:

@@ -291,6 +291,27 @@ def test_full_layers_that_come_back_can_read_depth() -> None:
         assert [len(layer.depth_proj) for layer in student.model.layers] == [2, 1, 2]
 
 
-def test_the_fast_decoder_says_no() -> None:
-    with pytest.raises(ValueError, match=r"moda mixer has no one-token step; use .* generate"):
-        Decoder(tiny_model(tiny_spec(), MODA), 1, 8)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"depth_writers": "ffn", "depth_slots": "last:2", "depth_bias": -1.0},
+        {"depth_linear_writes": True, "depth_slots": "mean:2", "depth_rope": False},
+        {"tied_rank": 3, "depth_writers": "attention"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["qwen3", "smollm3"])
+def test_a_step_of_the_fast_decoder_has_the_logits_of_an_uncached_pass(
+    family: str, options: dict[str, object]
+) -> None:
+    own = {name: value for name, value in options.items() if name == "tied_rank"}
+    spec = tiny_spec(family, num_loops=2, **own)
+    given = {name: value for name, value in options.items() if name not in own}
+    model = tiny_model(spec, ["moda", "gdn", "moda"], sdpa_gate=True, **given).double()
+    ids = tokens(2, 9)
+    decoder = Decoder(model, 2, 12)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        found = [decoder.prefill(ids[:, :5], [0, 0])]
+        found += [decoder.step(ids[:, t]) for t in range(5, 9)]
+    torch.testing.assert_close(torch.stack(found, 1), wanted[:, 4:], atol=1e-5, rtol=1e-5)

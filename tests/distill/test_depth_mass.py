@@ -26,7 +26,7 @@ def written_out(model: LT2ForCausalLM) -> list[dict[str, float]]:
     ids, segments, keep = BATCH.input_ids_BT, BATCH.segment_ids_BT, BATCH.keep_BT
     h = inner.embed(ids)
     context = inner.context(h, attention_mask=keep, segment_ids=segments)
-    state, stream = inner.start(h), inner.depth_stream(context)
+    state, stream = inner.start(h), inner.depth_stream(context.rope)
     assert stream is not None
     found = []
     for step in inner.schedule:

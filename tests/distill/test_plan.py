@@ -129,7 +129,7 @@ def test_a_depth_stream_is_counted_as_it_is_made(family: str) -> None:
     model = tiny_model(spec, ["moda"] * 3, depth_slots="last:4")
     made: list[DepthStream] = []
     make_stream = model.model.depth_stream
-    model.model.depth_stream = lambda context: made.append(make_stream(context)) or made[-1]
+    model.model.depth_stream = lambda rope: made.append(make_stream(rope)) or made[-1]
     model(tokens(1, length)).logits.sum().backward()
     (stream,) = made
     held = [x for s in stream.slots.values() for x in (s.k_NBTGD, s.v_NBTGD, *s.gradients[:2])]
