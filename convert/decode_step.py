@@ -28,6 +28,7 @@ from ltconvert.convert.mixers.linear import LinearMixer
 from ltconvert.convert.mixers.moda import MixtureOfDepths
 from ltconvert.convert.mixers.nsa import BlockSparseAttention
 from ltconvert.convert.students.blocks import DecoderLayer
+from ltconvert.convert.students.depth import depth_stream
 from ltconvert.convert.students.exits import Leaving, core_layers, leaving
 from ltconvert.convert.students.loop import Step as Visit
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
@@ -117,6 +118,7 @@ class Step:
         lengths_B = self.cache.lengths_B
         ropes = self.model.model._ropes.items()
         tables = {name: rope(lengths_B[:, None]) for name, rope in ropes}
+        stream = depth_stream(self.model.model, tables)
         return Now(
             rope={name: (cos[:, 0], sin[:, 0]) for name, (cos, sin) in tables.items()},
             positions_B=lengths_B,
@@ -125,9 +127,7 @@ class Step:
             outside={window: lengths_B >= window for window in self.windows},
             first=torch.zeros_like(lengths_B),
             kept=kept,
-            depth=None
-            if (stream := self.model.model.depth_stream(tables)) is None
-            else DepthNow(stream),
+            depth=None if stream is None else DepthNow(stream),
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ltconvert.convert.mixers import Projections
 from ltconvert.convert.mixers.moda import SlotProjection
+from ltconvert.convert.students.depth import prepare_depth
 from ltconvert.convert.students.depth_plan import FFN
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -117,7 +118,7 @@ def restore_full(
             student.model, kind, teacher, layer, dtype=student.dtype
         )
     student.config.set_mixers(mixers)
-    for layer, kind in student.model.prepare_depth():
+    for layer, kind in prepare_depth(student.model):
         projection = student.model.layers[layer].depth_proj[kind]
         projection.to(student.device, student.dtype)
         projection.inherit(_slot_start(student, teacher, layer, kind))

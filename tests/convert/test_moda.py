@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import FAMILIES, tiny_model, tiny_spec, tokens
 from torch import Tensor
 
+from ltconvert.convert.checkpoint import load_student, save_student
 from ltconvert.convert.decoding import Decoder
 from ltconvert.convert.mixers.context import DepthView
-from ltconvert.convert.students import lt2_model
+from ltconvert.convert.students import depth
 from ltconvert.convert.students.depth_plan import DepthVisit
 from ltconvert.convert.students.depth_stream import DepthStream
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
@@ -178,6 +180,18 @@ def test_what_nobody_would_read_is_not_made() -> None:
     assert tiny_model(tiny_spec(), ["full"] * 3).model.depth_plan is None
 
 
+def test_projections_that_a_new_plan_does_not_need_are_gone(tmp_path: Path) -> None:
+    teacher = tiny_model(tiny_spec())
+    student = build_student(teacher, ["gdn", "moda", "moda"], {"depth_slots": "every:2"})
+    assert [len(layer.depth_proj) for layer in student.model.layers] == [0, 2, 0]
+    restore_full(student, teacher, [0], "moda")
+    assert [len(layer.depth_proj) for layer in student.model.layers] == [2, 0, 0]
+    save_student(student, None, tmp_path / "student", {})
+    again, ids = load_student(tmp_path / "student"), tokens(1, 5)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, student(ids).logits)
+
+
 def test_linear_layers_write_where_asked_for() -> None:
     for asked in (False, True):
         model = tiny_model(tiny_spec(), ["moda", "gdn", "moda"], depth_linear_writes=asked).model
@@ -234,7 +248,7 @@ def test_gradients_are_those_of_slots_that_are_stacked_anew(
             self.all = [*getattr(self, "all", []), (k_BTGD, v_BTGD)]
             self.written += 1
 
-    monkeypatch.setattr(lt2_model, "DepthStream", Stacked)
+    monkeypatch.setattr(depth, "DepthStream", Stacked)
     wanted = gradients(model, tokens(2, 9))
     assert found.keys() == wanted.keys() and any("depth_proj" in name for name in wanted)
     for name, value in wanted.items():

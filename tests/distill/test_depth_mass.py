@@ -12,6 +12,7 @@ import torch
 from evaluation_case import make_batch
 from helpers import tiny_model, tiny_spec
 
+from ltconvert.convert.students.depth import depth_stream
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill.evaluation.depth_mass import depth_mass
@@ -26,7 +27,7 @@ def written_out(model: LT2ForCausalLM) -> list[dict[str, float]]:
     ids, segments, keep = BATCH.input_ids_BT, BATCH.segment_ids_BT, BATCH.keep_BT
     h = inner.embed(ids)
     context = inner.context(h, attention_mask=keep, segment_ids=segments)
-    state, stream = inner.start(h), inner.depth_stream(context.rope)
+    state, stream = inner.start(h), depth_stream(inner, context.rope)
     assert stream is not None
     found = []
     for step in inner.schedule:
