@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from ltconvert.convert.decode_depth import DepthNow, MixtureOfDepthsStep
 from ltconvert.convert.decode_layers import (
     AttentionStep,
     LayerStep,
@@ -27,6 +28,7 @@ from ltconvert.convert.mixers.linear import LinearMixer
 from ltconvert.convert.mixers.moda import MixtureOfDepths
 from ltconvert.convert.mixers.nsa import BlockSparseAttention
 from ltconvert.convert.students.blocks import DecoderLayer
+from ltconvert.convert.students.depth import depth_stream
 from ltconvert.convert.students.exits import Leaving, core_layers, leaving
 from ltconvert.convert.students.loop import Step as Visit
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
@@ -84,6 +86,8 @@ class Step:
                 continue
             if visit.opens_loop:
                 loop_in_BC = h_BC
+            if now.depth is not None:
+                now.depth.turn(visit.slot)
             h_BC, seen[visit.layer] = layer(h_BC, cache_layer, now), layer
             if visit.closes_loop and decoder.loop_residual is not None:
                 h_BC = h_BC + decoder.loop_residual[visit.loop].to(h_BC.dtype) * loop_in_BC
@@ -114,6 +118,7 @@ class Step:
         lengths_B = self.cache.lengths_B
         ropes = self.model.model._ropes.items()
         tables = {name: rope(lengths_B[:, None]) for name, rope in ropes}
+        stream = depth_stream(self.model.model, tables)
         return Now(
             rope={name: (cos[:, 0], sin[:, 0]) for name, (cos, sin) in tables.items()},
             positions_B=lengths_B,
@@ -122,6 +127,7 @@ class Step:
             outside={window: lengths_B >= window for window in self.windows},
             first=torch.zeros_like(lengths_B),
             kept=kept,
+            depth=None if stream is None else DepthNow(stream),
         )
 
 
@@ -157,7 +163,9 @@ def layer_step(layer: DecoderLayer) -> LayerStep:
         return SparseAttentionStep(layer)
     if isinstance(mixer, BlockSparseAttention):
         return BlockSparseAttentionStep(layer)
-    if isinstance(mixer, Attention) and not isinstance(mixer, MixtureOfDepths):
+    if isinstance(mixer, MixtureOfDepths):
+        return MixtureOfDepthsStep(layer)
+    if isinstance(mixer, Attention):
         return AttentionStep(layer)
     if isinstance(mixer, WindowedGatedDeltaNet):
         return WindowedGatedDeltaNetStep(layer)

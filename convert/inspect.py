@@ -12,6 +12,7 @@ from torch import nn
 from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
+from ltconvert.convert.students.depth import depth_ropes
 from ltconvert.convert.students.dreamer import facts as dreamer
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 
@@ -158,7 +159,7 @@ def _depth_width(model: LT2Model) -> int:
     if model.depth_plan is None:
         return 0
     width = model.spec.num_key_value_heads * model.spec.head_dim
-    return model.depth_plan.slots * len(model.depth_ropes()) * 2 * width
+    return model.depth_plan.slots * len(depth_ropes(model)) * 2 * width
 
 
 def count(module: nn.Module) -> int:

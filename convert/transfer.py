@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ltconvert.convert.mixers import Projections
 from ltconvert.convert.mixers.moda import SlotProjection
+from ltconvert.convert.students.depth import prepare_depth
+from ltconvert.convert.students.depth_plan import FFN
 from ltconvert.convert.students.dreamer.build import dreamer_options, dreamer_tensors
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -120,23 +122,25 @@ def restore_full(
             student.model, kind, teacher, layer, dtype=student.dtype
         )
     student.config.set_mixers(mixers)
-    for layer in student.model.prepare_depth():
-        projection = student.model.layers[layer].depth_proj.to(student.device, student.dtype)
-        projection.inherit(_next_attention(student, teacher, layer))
+    for layer, kind in prepare_depth(student.model):
+        projection = student.model.layers[layer].depth_proj[kind]
+        projection.to(student.device, student.dtype)
+        projection.inherit(_slot_start(student, teacher, layer, kind))
 
 
-def _next_attention(
-    student: LT2ForCausalLM, teacher: LT2ForCausalLM, layer: int
+def _slot_start(
+    student: LT2ForCausalLM, teacher: LT2ForCausalLM, layer: int, kind: str
 ) -> dict[str, Tensor]:
-    """The teacher's attention that is visited after a layer: what a slot of its MLP starts from.
+    """The teacher's attention whose values a slot starts with: the layer's own.
 
-    It reads nearly what the MLP does, so keys and values of its projections are of the kind that
-    queries after them have learnt to tell apart.
+    Of an MLP's slot that of the next visit, which reads nearly what the MLP does.
     """
-    schedule = student.model.schedule
-    after = next(b.layer for a, b in pairwise(schedule) if a.layer == layer)
-    source: dict[str, Tensor] = teacher.model.layers[after].mixer.state_dict()
-    return source
+    source = layer
+    if kind == FFN:
+        schedule = student.model.schedule
+        source = next(b.layer for a, b in pairwise(schedule) if a.layer == layer)
+    tensors: dict[str, Tensor] = teacher.model.layers[source].mixer.state_dict()
+    return tensors
 
 
 def _depth_tensors(
@@ -147,10 +151,10 @@ def _depth_tensors(
     if student.model.depth_plan is not None:
         made["model.depth_schedule"] = torch.zeros((), dtype=dtype, device=teacher.device)
     for layer, block in enumerate(student.model.layers):
-        if block.depth_proj is not None:
+        for kind in block.depth_proj:
             projection = SlotProjection(student.model.spec).to(teacher.device, dtype)
-            projection.inherit(_next_attention(student, teacher, layer))
-            stem = f"model.layers.{layer}.depth_proj"
+            projection.inherit(_slot_start(student, teacher, layer, kind))
+            stem = f"model.layers.{layer}.depth_proj.{kind}"
             made |= {f"{stem}.{name}": p.detach() for name, p in projection.named_parameters()}
     return made
 

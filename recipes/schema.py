@@ -71,7 +71,7 @@ class StudentSettings(DreamerSettings):
         16, gt=0, description="blocks that a query of an `nsa` mixer attends to, its window aside"
     )
     depth_writers: Literal["attention", "ffn", "projected"] = Field(
-        "ffn",
+        "projected",
         description="`moda`: what leaves keys and values in the depth stream: attention its own,"
         " MLPs beside it by a projection, or both by projections",
     )
@@ -86,7 +86,9 @@ class StudentSettings(DreamerSettings):
         description="`moda`: depth keys stand at the token's own position; else, as published,"
         " they have none",
     )
-    depth_bias: bool = Field(False, description="`moda`: a learned bias of depth for each head")
+    depth_bias: float | None = Field(
+        None, description="`moda`: where a learned bias of depth for each head starts"
+    )
     depth_linear_writes: bool = Field(
         False, description="`moda` beside linear layers: their MLPs write, too"
     )

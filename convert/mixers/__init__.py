@@ -51,9 +51,8 @@ def make_mixer(
     index_heads: int,
     block_tokens: int,
     chosen_blocks: int,
-    depth_writers: str,
     depth_rope: bool,
-    depth_bias: bool,
+    depth_bias: float | None,
 ) -> Projections:
     """A mixer for one physical layer.
 
@@ -78,9 +77,7 @@ def make_mixer(
     if kind == "window":
         return WindowAttention(spec, layer, window=narrow, sdpa_gate=False)
     if kind == "moda":
-        projected = depth_writers == "projected"
         return MixtureOfDepths(
-            spec, layer, window=window, sdpa_gate=sdpa_gate,
-            rope=depth_rope, bias=depth_bias, projected=projected,
-        )  # fmt: skip
+            spec, layer, window=window, sdpa_gate=sdpa_gate, rope=depth_rope, bias=depth_bias
+        )
     return Attention(spec, layer, window=window, sdpa_gate=sdpa_gate)

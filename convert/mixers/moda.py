@@ -21,7 +21,12 @@ Slot = tuple[Tensor, Tensor]
 
 
 class SlotProjection(nn.Module):
-    """Keys and values of a slot from what a sublayer reads: linear, keys normed as the family's."""
+    """Keys and values of a slot from what a sublayer reads: linear, keys normed as the family's.
+
+    In a converted model values start as those of an attention, and keys at 0, so that all slots
+    weigh the same. An attention's own keys would be foreign: the queries of other layers have
+    never met them, and some of the scores are so large that they are all that such a query sees.
+    """
 
     def __init__(self, spec: TeacherSpec) -> None:
         super().__init__()
@@ -41,12 +46,17 @@ class SlotProjection(nn.Module):
         k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (k, v))
         return (self.k_norm(k) if self.qk_norm == "head" else k), v
 
+    @torch.no_grad()
     def inherit(self, attention: Mapping[str, Tensor]) -> None:
-        """Start as the keys and values of an attention; of loops that differ, the first one's."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                value = attention[name]
-                parameter.copy_(value if value.shape == parameter.shape else value[0])
+        """Start with the values of an attention; of loops that differ, the first one's."""
+        for name, parameter in self.named_parameters():
+            value = attention[name]
+            parameter.copy_(value if value.shape == parameter.shape else value[0])
+        if self.qk_norm is not None:  # of a key of 0 the norm would make one of full length
+            self.k_norm.weight.fill_(-self.k_norm.offset)
+            return
+        for parameter in self.k_proj.parameters():
+            parameter.zero_()
 
 
 class MixtureOfDepths(Attention):
@@ -59,9 +69,7 @@ class MixtureOfDepths(Attention):
     Args:
         rope: depth keys stand at the token's own position (relative distance 0); else, as
             published, they have none while queries do.
-        bias: a learned b for each head, 0 at the start.
-        projected: the slot of this layer comes from a projection of its own in place of its keys
-            and values, which it starts as.
+        bias: where a learned b for each head starts; None: there is none.
     """
 
     kind = "moda"
@@ -75,23 +83,13 @@ class MixtureOfDepths(Attention):
         window: int | None,
         sdpa_gate: bool,
         rope: bool,
-        bias: bool,
-        projected: bool,
+        bias: float | None,
     ) -> None:
         super().__init__(spec, layer, window=window, sdpa_gate=sdpa_gate)
         self.depth_rope_name = self.rope_name if rope else None
-        self.depth_bias = nn.Parameter(torch.zeros(self.num_heads)) if bias else None
-        self.depth_proj = SlotProjection(spec) if projected else None
-
-    def inherit(self, teacher: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All of the teacher's, and its keys and values once more where they are projected."""
-        if self.depth_proj is not None:
-            self.depth_proj.inherit(teacher)
-        return teacher
-
-    def slot(self, x_BTC: Tensor, projected: tuple[Tensor, Tensor, Tensor]) -> Slot:
-        """The key and value [B, T, G, D] that this layer leaves, without positions."""
-        return projected[1:] if self.depth_proj is None else self.depth_proj(x_BTC)
+        self.depth_bias = None
+        if bias is not None:
+            self.depth_bias = nn.Parameter(torch.full((self.num_heads,), float(bias)))
 
     def attend(
         self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, context: SequenceContext

@@ -10,7 +10,6 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ltconvert.convert.mixers import Projections, SequenceContext
-from ltconvert.convert.mixers.moda import SlotProjection
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -42,10 +41,8 @@ class DecoderLayer(nn.Module):
     adds to the residual stream.
 
     Attributes:
-        depth_proj: what the MLP's input leaves in a depth stream; None where it leaves nothing.
+        depth_proj: by sublayer, what of its input is left in a depth stream.
     """
-
-    depth_proj: SlotProjection | None
 
     def __init__(self, spec: TeacherSpec, layer: int, mixer: Projections) -> None:
         super().__init__()
@@ -63,7 +60,7 @@ class DecoderLayer(nn.Module):
         self.pre_mlp_norm = norm(before)
         self.mlp = GatedMLP(spec, layer)
         self.post_mlp_norm = norm(after)
-        self.depth_proj = None
+        self.depth_proj = nn.ModuleDict()
 
     def mixer_input(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """What the mixer reads."""

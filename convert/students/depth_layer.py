@@ -35,8 +35,10 @@ def before_attention(
     mixer: Any = layer.mixer
     x_BTC = layer.mixer_input(h_BTC, context.loop)
     projected = mixer.project(x_BTC, context.loop)
-    writes = ATTENTION in _writes(context)
-    slots = {ATTENTION: mixer.slot(x_BTC, projected)} if writes else {}
+    slots: Slots = {}
+    if ATTENTION in _writes(context):
+        own, leave = projected[1:], layer.depth_proj
+        slots[ATTENTION] = leave[ATTENTION](x_BTC) if ATTENTION in leave else own
     return x_BTC, mixer.placed(projected, context, cache_layer), slots
 
 
@@ -105,6 +107,5 @@ def _after_mixer(
     h_BTC = h_BTC + layer.mixer_contribution(y_BTC, context.loop)
     x_BTC = layer.mlp_input(h_BTC, context.loop)
     if FFN in _writes(context):
-        assert layer.depth_proj is not None
-        slots = {**slots, FFN: layer.depth_proj(x_BTC)}
+        slots = {**slots, FFN: layer.depth_proj[FFN](x_BTC)}
     return h_BTC + layer.mlp_contribution(x_BTC, context.loop), slots

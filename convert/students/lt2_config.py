@@ -56,10 +56,10 @@ class LT2Config(PreTrainedConfig):
     chosen_blocks: int = 16
     sdpa_gate: bool = False
     loop_residual: bool = False
-    depth_writers: str = "ffn"
+    depth_writers: str = "projected"
     depth_slots: str = "all"
     depth_rope: bool = True
-    depth_bias: bool = False
+    depth_bias: float | None = None
     depth_linear_writes: bool = False
     dreamer: dict[str, Any] | None = None
     num_hidden_layers: int = 0

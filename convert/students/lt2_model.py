@@ -6,7 +6,7 @@ B rows, T tokens, C hidden width.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ltconvert.convert.mixers import (
-    MixtureOfDepths,
-    Projections,
-    SequenceContext,
-    make_mixer,
-)
+from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
 from ltconvert.convert.mixers.attention import Attention, ZeroLinear
-from ltconvert.convert.mixers.moda import SlotProjection
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import Rope
@@ -34,10 +28,10 @@ from ltconvert.convert.students.blocks import (
     run_layer,
 )
 from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.depth import depth_stream, prepare_depth, visit_in_depth
 from ltconvert.convert.students.depth_layer import DepthCall
-from ltconvert.convert.students.depth_plan import FFN
-from ltconvert.convert.students.depth_stream import DepthStream
-from ltconvert.convert.students.dreamer.layer import DreamerLayer, DreamerPass
+from ltconvert.convert.students.depth_plan import DepthPlan
+from ltconvert.convert.students.dreamer.model import dreamer_pass, make_dreamer, visit_dreamer
 from ltconvert.convert.students.dreamer.router import Routes
 from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.loop import LoopState, Step
@@ -101,11 +95,12 @@ class LT2Model(LT2PreTrainedModel):
 
     Attributes:
         layers: none in a Dreamer, whose one layer is ``dreamer``.
-        depth_schedule: where layers read a depth stream, the scalar s of their merge: 0 is the
-            teacher. Training moves it to 1; it is saved with the weights.
+        depth_plan, depth_schedule: where layers read a depth stream, its plan, and the scalar s of
+            their merge: 0 is the teacher. Training moves it to 1; it is saved with the weights.
     """
 
     layers: Any  # nn.ModuleList, whose entries mypy would take for plain modules
+    depth_plan: DepthPlan | None
     depth_schedule: Tensor
 
     def __init__(self, config: LT2Config) -> None:
@@ -118,7 +113,7 @@ class LT2Model(LT2PreTrainedModel):
             DecoderLayer(spec, layer, self.make_mixer(kind, layer))
             for layer, kind in enumerate(() if config.dreamer else config.mixers)
         )
-        self.dreamer = self._make_dreamer()
+        self.dreamer = make_dreamer(config)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
         self.exit_gate = nn.Linear(spec.hidden_size, 1) if spec.exit_gate else None
         self.loop_residual = (
@@ -132,33 +127,8 @@ class LT2Model(LT2PreTrainedModel):
         self.call_layer: LayerCall = run_layer
         self.call_choosing_layer: ChoosingCall = run_choosing_layer
         self.call_depth_layer = DepthCall()
-        self.prepare_depth()
+        prepare_depth(self)
         self.post_init()
-
-    def _make_dreamer(self) -> DreamerLayer | None:
-        """The one layer of a Dreamer; None where layers follow each other."""
-        if (dreamer := self.config.dreamer_config()) is None:
-            return None
-        windows = [self.config.window(step.layer) for step in self.schedule]
-        return DreamerLayer(self.spec, dreamer, self.schedule, windows)
-
-    def prepare_depth(self) -> list[int]:
-        """Make what the depth stream needs and is not there; once more when mixers have changed.
-
-        Returns:
-            The layers that got a ``depth_proj``, whose weights are random.
-        """
-        self.depth_plan = self.config.depth_plan()
-        if self.depth_plan is None:
-            return []
-        if not hasattr(self, "depth_schedule"):
-            self.register_buffer("depth_schedule", torch.zeros((), device=self.device))
-        visits = zip(self.schedule, self.depth_plan.visits, strict=True)
-        writing = {step.layer for step, visit in visits if FFN in visit.writes}
-        new = [layer for layer in sorted(writing) if self.layers[layer].depth_proj is None]
-        for layer in new:
-            self.layers[layer].depth_proj = SlotProjection(self.spec)
-        return new
 
     def make_mixer(self, kind: str, layer: int) -> Projections:
         """A new mixer for one physical layer with this model's options."""
@@ -174,7 +144,6 @@ class LT2Model(LT2PreTrainedModel):
             index_heads=config.index_heads,
             block_tokens=config.block_tokens,
             chosen_blocks=config.chosen_blocks,
-            depth_writers=config.depth_writers,
             depth_rope=config.depth_rope,
             depth_bias=config.depth_bias,
         )
@@ -249,18 +218,6 @@ class LT2Model(LT2PreTrainedModel):
         """The state before the first visit, without a depth stream."""
         return LoopState(h_BTC, h_BTC)
 
-    def depth_stream(self, context: SequenceContext) -> DepthStream | None:
-        """An empty depth stream for one pass; None where no layer reads one."""
-        if self.depth_plan is None:
-            return None
-        return DepthStream(self.depth_plan, context.rope, self.depth_ropes(), self.depth_schedule)
-
-    def depth_ropes(self) -> list[str | None]:
-        """Names of the positions at which layers read the depth stream, each once."""
-        mixers = [layer.mixer for layer in self.layers]
-        readers = [mixer for mixer in mixers if isinstance(mixer, MixtureOfDepths)]
-        return list(dict.fromkeys(mixer.depth_rope_name for mixer in readers))
-
     def run(
         self,
         state: LoopState,
@@ -281,48 +238,25 @@ class LT2Model(LT2PreTrainedModel):
         """One visit of one layer, with what opens and closes its loop."""
         state = self.enter(step, state)
         if state.dreamer is not None:
-            return self.leave(step, self._dream(step, state, context, cache))
+            return self.leave(step, visit_dreamer(self, step, state, context, cache))
         layer, context = self.layers[step.layer], self.context_of(step, context)
         if state.depth is not None and state.depth.plan.visits[step.slot].takes_part:
-            h_BTC = self._visit_in_depth(step, state, context, cache)
+            h_BTC = visit_in_depth(self, step, state, context, cache)
         elif cache is not None:
             h_BTC = layer(state.h_BTC, context, cache.layers[step.slot])
         elif context.learns_choice and layer.mixer.chooses:
-            h_BTC, loss = self._call(self.call_choosing_layer, layer, state.h_BTC, context)
+            h_BTC, loss = self.call(self.call_choosing_layer, layer, state.h_BTC, context)
             state = replace(state, choice_losses=(*state.choice_losses, loss))
         else:
-            h_BTC = self._call(self.call_layer, layer, state.h_BTC, context)
+            h_BTC = self.call(self.call_layer, layer, state.h_BTC, context)
         return self.leave(step, state.with_stream(h_BTC))
-
-    def _dream(
-        self, step: Step, state: LoopState, context: SequenceContext, cache: LoopCache | None
-    ) -> LoopState:
-        """A Dreamer's layer at one depth."""
-        assert state.dreamer is not None
-        cache_layer = None if cache is None else cache.layers[step.slot]
-        visit = state.dreamer.visit(step)
-        h_BTC, left = self._call(self.dreamer, state.h_BTC, visit, context, cache_layer)
-        state.dreamer.take(left)
-        return state.with_stream(h_BTC)
-
-    def _visit_in_depth(
-        self, step: Step, state: LoopState, context: SequenceContext, cache: LoopCache | None
-    ) -> Tensor:
-        """One layer that reads the depth stream, writes to it, or both: [B, T, C]."""
-        assert state.depth is not None
-        layer, visit = self.layers[step.layer], state.depth.plan.visits[step.slot]
-        context = replace(context, depth=state.depth.view(visit))
-        cache_layer = None if cache is None else cache.layers[step.slot]
-        h_BTC, slots = self._call(self.call_depth_layer, layer, state.h_BTC, context, cache_layer)
-        state.depth.write(visit, slots)
-        return cast(Tensor, h_BTC)
 
     def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
         """What a visit reads: the loop is said where it has tensors of its own."""
         loops, _ = self.spec.own_tensors(step.layer)
         return context.at(step.loop if loops > 1 else 0)
 
-    def _call(self, function: Any, *arguments: Any) -> Any:
+    def call(self, function: Any, *arguments: Any) -> Any:
         """A function of a layer, its activations made again for the backward pass if asked for."""
         if self.gradient_checkpointing and self.training:
             return checkpoint(function, *arguments, use_reentrant=False)
@@ -398,8 +332,11 @@ class LT2Model(LT2PreTrainedModel):
             past_length=0 if cache is None else cache.num_tokens,
         )
         context.learns_choice = learns_choice
-        dreamer = None if self.dreamer is None else DreamerPass.of(self.dreamer)
-        state = replace(self.start(h_BTC), depth=self.depth_stream(context), dreamer=dreamer)
+        state = replace(
+            self.start(h_BTC),
+            depth=depth_stream(self, context.rope),
+            dreamer=dreamer_pass(self),
+        )
         if leaves is not None and cache is not None and cache.num_tokens and h_BTC.shape[1] == 1:
             state = run_until_exit(self, state, context, cache, leaves)
         else:
@@ -416,7 +353,7 @@ class LT2Model(LT2PreTrainedModel):
             loop_states=state.loop_states,
             exit_logits=exit_logits,
             choice_loss=torch.stack(state.choice_losses).mean() if state.choice_losses else None,
-            routes=None if dreamer is None else tuple(dreamer.routes),
+            routes=None if state.dreamer is None else tuple(state.dreamer.routes),
             **under_its_name,
         )
 

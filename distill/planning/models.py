@@ -77,7 +77,7 @@ def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
 
     return Models(
         spec=spec,
-        keep=keep,
+        keep=keep if student.converts else spec.num_layers,
         teacher=teacher,
         origin=origin,
         ties=student.loop_start is not None,

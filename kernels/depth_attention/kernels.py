@@ -36,10 +36,30 @@ def _scores(q_RE, k_NE, slot, slots, scale, CAP: tl.constexpr, PRECISION: tl.con
 
 
 @triton.jit
-def _odds(log_sum, depth_sum, bias, at_R, head_R, real_R, BIAS: tl.constexpr):
+def _slot_tiles(k, v, slot, slots, k_slot, v_slot, D: tl.constexpr, E: tl.constexpr):
+    """Keys and values of a block of slots, [N, E] each; zeros behind the valid ones."""
+    column = tl.arange(0, E)[None, :]
+    inside_NE = (slot < slots)[:, None] & (column < D)
+    far_N1 = slot.to(tl.int64)[:, None]
+    k_NE = tl.load(k + far_N1 * k_slot + column, mask=inside_NE, other=0.0)
+    return k_NE, tl.load(v + far_N1 * v_slot + column, mask=inside_NE, other=0.0)
+
+
+@triton.jit
+def _store_tile(to, x_NE, slot, slots, stride, ADD: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
+    """A block of slots' gradients; with ADD on top of what is there."""
+    column = tl.arange(0, E)[None, :]
+    inside_NE = (slot < slots)[:, None] & (column < D)
+    at_NE = to + slot.to(tl.int64)[:, None] * stride + column
+    if ADD:
+        x_NE += tl.load(at_NE, mask=inside_NE, other=0.0).to(tl.float32)
+    tl.store(at_NE, x_NE.to(to.dtype.element_ty), mask=inside_NE)
+
+
+@triton.jit
+def _ahead(depth_sum_R, log_sum_R, bias, head_R, real_R, BIAS: tl.constexpr):
     """Depth's log odds against the sequence, a query head."""
-    ahead_R = tl.load(depth_sum + at_R, mask=real_R, other=0.0)
-    ahead_R -= tl.load(log_sum + at_R, mask=real_R, other=0.0)
+    ahead_R = depth_sum_R - log_sum_R
     if BIAS:
         ahead_R += tl.load(bias + head_R, mask=real_R, other=0.0).to(tl.float32)
     return ahead_R
@@ -83,9 +103,7 @@ def forward_kernel(
     depth_RE = tl.zeros([R, E], tl.float32)
     for first in range(0, slots, N):
         slot = first + tl.arange(0, N)
-        inside_NE = (slot < slots)[:, None] & (column < D)
-        k_NE = tl.load(k + slot.to(tl.int64)[:, None] * k_slot + column, mask=inside_NE, other=0.0)
-        v_NE = tl.load(v + slot.to(tl.int64)[:, None] * v_slot + column, mask=inside_NE, other=0.0)
+        k_NE, v_NE = _slot_tiles(k, v, slot, slots, k_slot, v_slot, D, E)
         s_RN = _scores(q_RE, k_NE, slot, slots, scale, CAP, PRECISION)
         now_R = tl.maximum(highest_R, tl.max(s_RN, 1))
         weight_RN = tl.exp2((s_RN - now_R[:, None]) * LOG2E)
@@ -101,9 +119,7 @@ def forward_kernel(
     out_RE = ((row * T + token) * H + head_R[:, None]) * D + column
     if MERGE:
         log_sum_R = tl.load(log_sum + at_R, mask=real_R, other=0.0)
-        ahead_R = depth_sum_R - log_sum_R
-        if BIAS:
-            ahead_R += tl.load(bias + head_R, mask=real_R, other=0.0).to(tl.float32)
+        ahead_R = _ahead(depth_sum_R, log_sum_R, bias, head_R, real_R, BIAS)
         s = 1.0
         if not JOINT:
             s = tl.load(schedule).to(tl.float32)
@@ -162,17 +178,15 @@ def gradient_kernel(
         s = 1.0
         if not JOINT:
             s = tl.load(schedule).to(tl.float32)
-        ahead_R = _odds(log_sum, depth_sum, bias, at_R, head_R, real_R, BIAS)
+        log_sum_R = tl.load(log_sum + at_R, mask=real_R, other=0.0)
+        ahead_R = _ahead(depth_sum_R, log_sum_R, bias, head_R, real_R, BIAS)
         share_R, inner_R, left_R = _blend(ahead_R, s)
     if MERGE and not JOINT:
         # What depth alone would have for a mean, from a pass of its own over the slots.
         depth_R = tl.zeros([R], tl.float32)
         for first in range(0, slots, N):
             slot = first + tl.arange(0, N)
-            inside_NE = (slot < slots)[:, None] & (column < D)
-            offset_N1 = slot.to(tl.int64)[:, None]
-            k_NE = tl.load(k + offset_N1 * k_slot + column, mask=inside_NE, other=0.0)
-            v_NE = tl.load(v + offset_N1 * v_slot + column, mask=inside_NE, other=0.0)
+            k_NE, v_NE = _slot_tiles(k, v, slot, slots, k_slot, v_slot, D, E)
             s_RN = _scores(q_RE, k_NE, slot, slots, scale, CAP, PRECISION)
             p_RN = tl.exp2((s_RN - depth_sum_R[:, None]) * LOG2E)
             dp_RN = tl.dot(do_RE, tl.trans(v_NE), input_precision=PRECISION)
@@ -184,18 +198,12 @@ def gradient_kernel(
     dbias_R = tl.zeros([R], tl.float32)
     for first in range(0, slots, N):
         slot = first + tl.arange(0, N)
-        inside_NE = (slot < slots)[:, None] & (column < D)
-        offset_N1 = slot.to(tl.int64)[:, None]
-        k_NE = tl.load(k + offset_N1 * k_slot + column, mask=inside_NE, other=0.0)
-        v_NE = tl.load(v + offset_N1 * v_slot + column, mask=inside_NE, other=0.0)
+        k_NE, v_NE = _slot_tiles(k, v, slot, slots, k_slot, v_slot, D, E)
         s_RN = _scores(q_RE, k_NE, slot, slots, scale, CAP, PRECISION)
         p_RN = tl.exp2((s_RN - depth_sum_R[:, None]) * LOG2E) * share_R[:, None]
         p_RN = tl.where(real_R[:, None], p_RN, 0.0)
         dv_NE = tl.dot(tl.trans(p_RN).to(do_RE.dtype), do_RE, input_precision=PRECISION)
-        at_NE = dv + offset_N1 * dv_slot + column
-        if ADD:
-            dv_NE += tl.load(at_NE, mask=inside_NE, other=0.0).to(tl.float32)
-        tl.store(at_NE, dv_NE.to(dv.dtype.element_ty), mask=inside_NE)
+        _store_tile(dv, dv_NE, slot, slots, dv_slot, ADD, D, E)
         dp_RN = tl.dot(do_RE, tl.trans(v_NE), input_precision=PRECISION)
         ds_RN = p_RN * (dp_RN - mean_R[:, None])
         dbias_R += tl.sum(ds_RN, 1)
@@ -205,10 +213,7 @@ def gradient_kernel(
         ds_RN = ds_RN * scale
         dq_RE += tl.dot(ds_RN.to(k_NE.dtype), k_NE, input_precision=PRECISION)
         dk_NE = tl.dot(tl.trans(ds_RN).to(q_RE.dtype), q_RE, input_precision=PRECISION)
-        at_NE = dk + offset_N1 * dk_slot + column
-        if ADD:
-            dk_NE += tl.load(at_NE, mask=inside_NE, other=0.0).to(tl.float32)
-        tl.store(at_NE, dk_NE.to(dk.dtype.element_ty), mask=inside_NE)
+        _store_tile(dk, dk_NE, slot, slots, dk_slot, ADD, D, E)
     at_RE = dq + row * dq_row + token * dq_token + head_R[:, None] * dq_head + column
     if MERGE:
         dq_RE += tl.load(at_RE, mask=inside_RE, other=0.0).to(tl.float32)

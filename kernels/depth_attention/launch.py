@@ -15,7 +15,20 @@ from ltconvert.kernels.depth_attention.kernels import forward_kernel, gradient_k
 
 NARROWEST = 64  # channels; narrower blocks gave wrong numbers on Hopper
 MATRIX_ROWS = 16  # a product's least
-BLOCK_SLOTS = 32
+NARROW_BYTES = (
+    256  # of a head; wider ones, and over 16 query heads to a group, take twice the warps
+)
+
+
+class Tiling(NamedTuple):
+    """Slots of a block, warps of a program, and blocks on the way at a time."""
+
+    slots: int
+    warps: int
+    stages: int
+
+
+FORWARD, BACKWARD = Tiling(32, 4, 2), Tiling(32, 4, 2)
 
 
 class Merge(NamedTuple):
@@ -42,7 +55,7 @@ def forward(
     share: Tensor | None = None,
 ) -> None:
     """Fill ``depth_sum``, ``o`` and, with ``merge``, the rest, as the kernel says."""
-    grid, sizes, constants = _plan(q_BTHD, k_BTNGD, merge, cap)
+    grid, sizes, constants = _plan(q_BTHD, k_BTNGD, merge, cap, FORWARD)
     q, k, v = (_channels_together(x) for x in (q_BTHD, k_BTNGD, v_BTNGD))
     spare = depth_sum_BHT  # stands where the kernel reads nothing
     log_sum, schedule, bias = _given(merge, spare)
@@ -74,7 +87,7 @@ def backward(
     add: bool = False,
 ) -> None:
     """Fill, or with ``add`` and ``merge`` add to, the gradients, as the kernel says."""
-    grid, sizes, constants = _plan(q_BTHD, k_BTNGD, merge, cap)
+    grid, sizes, constants = _plan(q_BTHD, k_BTNGD, merge, cap, BACKWARD)
     q, k, v = (_channels_together(x) for x in (q_BTHD, k_BTNGD, v_BTNGD))
     spare = depth_sum_BHT
     log_sum, schedule, bias = _given(merge, spare)
@@ -110,12 +123,14 @@ def returned(ddepth: tuple[Tensor, Tensor], like: Tensor, stored: bool) -> tuple
 
 
 def _plan(
-    q: Tensor, k_BTNGD: Tensor, merge: Merge | None, cap: float
+    q: Tensor, k_BTNGD: Tensor, merge: Merge | None, cap: float, tiling: Tiling
 ) -> tuple[tuple[int], tuple[int, int, int], dict[str, Any]]:
     """Programs, sizes and constants of a launch."""
     batch, length, heads, width = q.shape
     groups = k_BTNGD.shape[3]
     filled = max(NARROWEST, triton.next_power_of_2(width))
+    rows = max(MATRIX_ROWS, triton.next_power_of_2(heads // groups))
+    large = filled * q.itemsize > NARROW_BYTES or rows > MATRIX_ROWS
     exact = "ieee" if torch.version.hip else "tf32x3"
     constants = {
         "MERGE": merge is not None,
@@ -125,10 +140,10 @@ def _plan(
         "PRECISION": exact if q.dtype == torch.float32 else "tf32",
         "D": width,
         "E": filled,
-        "R": max(MATRIX_ROWS, triton.next_power_of_2(heads // groups)),
-        "N": BLOCK_SLOTS,
-        "num_warps": 4 if filled * q.itemsize <= 256 else 8,
-        "num_stages": 2,
+        "R": rows,
+        "N": tiling.slots,
+        "num_warps": tiling.warps * (2 if large else 1),
+        "num_stages": tiling.stages,
     }
     return (batch * length * groups,), (length, heads, groups), constants
 

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+import ltconvert.kernels.window_attention.triton  # noqa: F401  (registers the ops called here)
 from ltconvert.kernels import limits
 
 Attention = Literal["cudnn", "flash", "tiles"]
@@ -25,7 +26,7 @@ CUDNN_ON = (9, 10)  # Hopper and Blackwell: its kernels there are ahead of Flash
 def pick(
     q_BTHD: Tensor, k_BSGD: Tensor, ids: Tensor | None, window: int, cap: float, training: bool
 ) -> Attention:
-    """The fastest that takes the call; from what the host knows, so that a backward picks alike.
+    """The fastest that takes the call.
 
     cuDNN makes a plan for every new shape, which takes longer than the attention: it is for
     training, where shapes repeat. FlashAttention 2 also takes windows and keys of the past. What
@@ -87,16 +88,18 @@ def backward(
             do_BTHD, None, o_BTHD, log_sum_BHT, q_BTHD, k_BSGD, v_BSGD, ids_BT, window, scale, cap
         )
     lengths = q_BTHD.shape[1], k_BSGD.shape[1]
-    seed = torch.empty(2, dtype=torch.int64, device=q_BTHD.device)  # read with dropout alone
+    # Seeds, which are read with dropout alone; their types are those of the forwards.
+    dtype = torch.uint64 if attention == "flash" else torch.int64
+    seed, offset = (torch.empty(size, dtype=dtype, device=q_BTHD.device) for size in ((2,), ()))
     if attention == "flash":
         return torch.ops.aten._flash_attention_backward(
             do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD, log_sum_BHT, None, None, *lengths, 0.0, True,
-            seed, seed, scale=scale, **_reach(window, k_BSGD),
+            seed, offset, scale=scale, **_reach(window, k_BSGD),
         )  # fmt: skip
     log_sum = log_sum_BHT if _cudnn_sum_axes == 3 else log_sum_BHT[..., None]
     do, q, k, v, o = (x.transpose(1, 2) for x in (do_BTHD, q_BTHD, k_BSGD, v_BSGD, o_BTHD))
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, log_sum, seed[0], seed[0], None, None, None, *lengths, 0.0, True,
+        do, q, k, v, o, log_sum, offset, offset, None, None, None, *lengths, 0.0, True,
         scale=scale,
     )  # fmt: skip
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)
@@ -115,7 +118,6 @@ def _reach(window: int, k_BSGD: Tensor) -> dict[str, int]:
 
 
 def _cudnn_runs(device: torch.device) -> bool:
-    newest = torch.cuda.get_device_capability(device)[0] in CUDNN_ON
-    return (
-        newest and torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
-    )
+    allowed = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
+    either = not torch.are_deterministic_algorithms_enabled()  # its backward's sums vary in order
+    return allowed and either and torch.cuda.get_device_capability(device)[0] in CUDNN_ON

@@ -50,7 +50,7 @@ def student(family: str, mixers: str, loops: int = 2, **options: object) -> LT2F
         sdpa_gate=True,
         loop_residual=True,
         depth_linear_writes=True,
-        depth_bias=True,
+        depth_bias=0.5,
         **options,
     ).double()
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import FAMILIES, tiny_model, tiny_spec, tokens
 from torch import Tensor
 
+from ltconvert.convert.checkpoint import load_student, save_student
 from ltconvert.convert.decoding import Decoder
 from ltconvert.convert.mixers.context import DepthView
-from ltconvert.convert.students import lt2_model
+from ltconvert.convert.students import depth
 from ltconvert.convert.students.depth_plan import DepthVisit
 from ltconvert.convert.students.depth_stream import DepthStream
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
@@ -84,14 +86,14 @@ def by_definition(
                     scores = cap * torch.tanh(scores / cap)
                 out[t, head] = scores.softmax(-1) @ torch.stack(values)
         own = (k, v)
-        if mixer.depth_proj is not None:
-            key, value = mixer.depth_proj(layer.mixer_input(h[None]))
+        if "attention" in layer.depth_proj:
+            key, value = layer.depth_proj["attention"](layer.mixer_input(h[None]))
             own = (key[0], value[0])
         left.append(own)
         h = h + layer.mixer_contribution(mixer.o_proj(out.flatten(1))[None])[0]
         x = layer.mlp_input(h[None])
-        if layer.depth_proj is not None:
-            key, value = layer.depth_proj(x)
+        if "ffn" in layer.depth_proj:
+            key, value = layer.depth_proj["ffn"](x)
             left.append((key[0], value[0]))
         h = h + layer.mlp_contribution(x)[0]
         if step.closes_loop and (spec.loop_norm == "every" or step is inner.schedule[-1]):
@@ -133,7 +135,7 @@ def means_of_two_visits(left: Left) -> Left:
     ("options", "read_by"),
     [
         ({"depth_writers": "attention"}, lambda left: left),
-        ({"depth_writers": "projected"}, lambda left: left),
+        ({"depth_writers": "ffn"}, lambda left: left),
         ({"depth_rope": False}, lambda left: left),
         ({"depth_slots": "last:2"}, last_two_visits),
         ({"depth_slots": "every:2"}, every_second_visit),
@@ -166,14 +168,28 @@ def test_unknown_words_are_refused(given: dict[str, object], message: str) -> No
 
 def test_what_nobody_would_read_is_not_made() -> None:
     dense = tiny_model(tiny_spec(), MODA).model
-    assert [layer.depth_proj is not None for layer in dense.layers] == [True, True, False]
+    assert [list(layer.depth_proj) for layer in dense.layers] == [["attention", "ffn"]] * 2 + [[]]
     assert dense.depth_plan is not None and dense.depth_plan.kinds == ("attention", "ffn") * 2
     looped = tiny_model(tiny_spec("ouro"), MODA).model  # 4 loops of 3 layers
-    assert all(layer.depth_proj is not None for layer in looped.layers)
+    assert all(len(layer.depth_proj) == 2 for layer in looped.layers)
     assert looped.depth_plan is not None and looped.depth_plan.slots == 2 * 11
     hybrid = tiny_model(tiny_spec(), ["moda", "moda", "gdn"], depth_linear_writes=True).model
-    assert [layer.depth_proj is not None for layer in hybrid.layers] == [True, False, False]
+    assert [len(layer.depth_proj) for layer in hybrid.layers] == [2, 0, 0]
+    published = tiny_model(tiny_spec(), MODA, depth_writers="ffn").model
+    assert [list(layer.depth_proj) for layer in published.layers] == [["ffn"], ["ffn"], []]
     assert tiny_model(tiny_spec(), ["full"] * 3).model.depth_plan is None
+
+
+def test_projections_that_a_new_plan_does_not_need_are_gone(tmp_path: Path) -> None:
+    teacher = tiny_model(tiny_spec())
+    student = build_student(teacher, ["gdn", "moda", "moda"], {"depth_slots": "every:2"})
+    assert [len(layer.depth_proj) for layer in student.model.layers] == [0, 2, 0]
+    restore_full(student, teacher, [0], "moda")
+    assert [len(layer.depth_proj) for layer in student.model.layers] == [2, 0, 0]
+    save_student(student, None, tmp_path / "student", {})
+    again, ids = load_student(tmp_path / "student"), tokens(1, 5)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, student(ids).logits)
 
 
 def test_linear_layers_write_where_asked_for() -> None:
@@ -181,7 +197,7 @@ def test_linear_layers_write_where_asked_for() -> None:
         model = tiny_model(tiny_spec(), ["moda", "gdn", "moda"], depth_linear_writes=asked).model
         assert model.depth_plan is not None
         assert model.depth_plan.kinds == ("attention", "ffn") + ("ffn",) * asked
-        assert (model.layers[1].depth_proj is not None) == asked
+        assert list(model.layers[1].depth_proj) == ["ffn"] * asked
 
 
 def test_a_token_that_leaves_early_reads_the_loops_that_ran() -> None:
@@ -206,8 +222,8 @@ def gradients(model: LT2ForCausalLM, ids: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"depth_writers": "projected", "depth_bias": True},
-        {"depth_slots": "last:2"},
+        {"depth_bias": -1.0},
+        {"depth_slots": "last:2", "depth_writers": "ffn"},
         {"depth_slots": "mean:2"},
     ],
     ids=str,
@@ -232,7 +248,7 @@ def test_gradients_are_those_of_slots_that_are_stacked_anew(
             self.all = [*getattr(self, "all", []), (k_BTGD, v_BTGD)]
             self.written += 1
 
-    monkeypatch.setattr(lt2_model, "DepthStream", Stacked)
+    monkeypatch.setattr(depth, "DepthStream", Stacked)
     wanted = gradients(model, tokens(2, 9))
     assert found.keys() == wanted.keys() and any("depth_proj" in name for name in wanted)
     for name, value in wanted.items():
@@ -248,16 +264,27 @@ def test_a_second_backward_through_one_pass_gives_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_the_start_of_projections_is_the_teachers() -> None:
-    """Of an MLP's slot the attention after it, in the order of visits; of attention's its own."""
-    teacher = tiny_model(tiny_spec("qwen3", num_loops=2))
-    student = build_student(teacher, MODA, {"depth_writers": "projected"})
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "olmo2"])
+def test_slots_start_with_the_teachers_values_and_weigh_the_same(family: str) -> None:
+    """Values of an MLP's slot are those of the attention after it, in the order of visits."""
+    teacher = tiny_model(tiny_spec(family, num_loops=2))
+    student = build_student(teacher, MODA)
+    x = torch.randn(1, 3, 32)
     for layer, block in enumerate(student.model.layers):
-        after = teacher.model.layers[(layer + 1) % 3].mixer
-        assert torch.equal(block.depth_proj.k_proj.weight, after.k_proj.weight)
-        assert torch.equal(block.depth_proj.k_norm.weight, after.k_norm.weight)
-        own = teacher.model.layers[layer].mixer
-        assert torch.equal(block.mixer.depth_proj.v_proj.weight, own.v_proj.weight)
+        for kind, source in (("attention", layer), ("ffn", (layer + 1) % 3)):
+            with torch.no_grad():
+                key, value = block.depth_proj[kind](x)
+                wanted = teacher.model.layers[source].mixer.project(x)[2]
+            assert torch.equal(value, wanted) and not key.any()
+
+
+def test_keys_that_are_zero_can_learn() -> None:
+    for family in ("llama", "qwen3"):
+        student = build_student(tiny_model(tiny_spec(family)), MODA)
+        student.model.depth_schedule.fill_(0.1)
+        found = gradients(student, tokens(2, 9))
+        of_keys = [g for name, g in found.items() if "depth_proj" in name and ".k_" in name]
+        assert of_keys and sum(float(g.abs().sum()) for g in of_keys) > 0
 
 
 def test_full_layers_that_come_back_can_read_depth() -> None:
@@ -275,9 +302,30 @@ def test_full_layers_that_come_back_can_read_depth() -> None:
     with torch.no_grad():
         wanted = full(ids).logits
         torch.testing.assert_close(student(ids).logits, wanted, atol=1e-4, rtol=0)
-        assert all(layer.depth_proj is not None for layer in student.model.layers)
+        assert [len(layer.depth_proj) for layer in student.model.layers] == [2, 1, 2]
 
 
-def test_the_fast_decoder_says_no() -> None:
-    with pytest.raises(ValueError, match=r"moda mixer has no one-token step; use .* generate"):
-        Decoder(tiny_model(tiny_spec(), MODA), 1, 8)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"depth_writers": "ffn", "depth_slots": "last:2", "depth_bias": -1.0},
+        {"depth_linear_writes": True, "depth_slots": "mean:2", "depth_rope": False},
+        {"tied_rank": 3, "depth_writers": "attention"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["qwen3", "smollm3"])
+def test_a_step_of_the_fast_decoder_has_the_logits_of_an_uncached_pass(
+    family: str, options: dict[str, object]
+) -> None:
+    own = {name: value for name, value in options.items() if name == "tied_rank"}
+    spec = tiny_spec(family, num_loops=2, **own)
+    given = {name: value for name, value in options.items() if name not in own}
+    model = tiny_model(spec, ["moda", "gdn", "moda"], sdpa_gate=True, **given).double()
+    ids = tokens(2, 9)
+    decoder = Decoder(model, 2, 12)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        found = [decoder.prefill(ids[:, :5], [0, 0])]
+        found += [decoder.step(ids[:, t]) for t in range(5, 9)]
+    torch.testing.assert_close(torch.stack(found, 1), wanted[:, 4:], atol=1e-5, rtol=1e-5)

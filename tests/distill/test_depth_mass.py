@@ -12,6 +12,7 @@ import torch
 from evaluation_case import make_batch
 from helpers import tiny_model, tiny_spec
 
+from ltconvert.convert.students.depth import depth_stream
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill.evaluation.depth_mass import depth_mass
@@ -26,7 +27,7 @@ def written_out(model: LT2ForCausalLM) -> list[dict[str, float]]:
     ids, segments, keep = BATCH.input_ids_BT, BATCH.segment_ids_BT, BATCH.keep_BT
     h = inner.embed(ids)
     context = inner.context(h, attention_mask=keep, segment_ids=segments)
-    state, stream = inner.start(h), inner.depth_stream(context)
+    state, stream = inner.start(h), depth_stream(inner, context.rope)
     assert stream is not None
     found = []
     for step in inner.schedule:
@@ -56,10 +57,9 @@ def written_out(model: LT2ForCausalLM) -> list[dict[str, float]]:
         out = layer.mixer_contribution(layer.mixer.output(h, o, context))
         h = state.h_BTC + out
         x = layer.mlp_input(h)
-        left = {"attention": layer.mixer.project(layer.mixer_input(state.h_BTC))[1:]}
-        if layer.depth_proj is not None:
-            left["ffn"] = layer.depth_proj(x)
-        stream.write(visit, {name: left[name] for name in visit.writes})
+        read = {"attention": layer.mixer_input(state.h_BTC), "ffn": x}
+        left = {kind: layer.depth_proj[kind](read[kind]) for kind in visit.writes}
+        stream.write(visit, left)
         state = state.with_stream(h + layer.mlp_contribution(x))
     return found
 

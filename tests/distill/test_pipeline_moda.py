@@ -44,8 +44,9 @@ def test_it_starts_at_the_teacher_and_ends_as_published(
         assert torch.equal(result.student(ids).logits, merged(ids).logits)
         started = build_student(teacher.model, merged.config.mixers)
         for layer, first in zip(merged.model.layers, started.model.layers, strict=True):
-            moved = layer.depth_proj.k_proj.weight - first.depth_proj.k_proj.weight
-            assert moved.abs().max() > 1e-4
+            for kind in ("attention", "ffn"):
+                moved = layer.depth_proj[kind].k_proj.weight - first.depth_proj[kind].k_proj.weight
+                assert moved.abs().max() > 1e-4
 
 
 def test_chosen_full_layers_can_read_depth(case: Path, teacher: Teacher, tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_chosen_full_layers_can_read_depth(case: Path, teacher: Teacher, tmp_pat
 
 def test_the_schedule_rises_with_the_steps_and_projections_learn_at_the_mixers_rate() -> None:
     teacher = tiny_model(tiny_spec()).requires_grad_(False)
-    student = build_student(teacher, ["moda"] * 3, {"depth_bias": True})
+    student = build_student(teacher, ["moda"] * 3, {"depth_bias": -1.0})
     settings = LogitsSettings(depth_warmup_share=0.4, ce_weight=0.5)
     objective = LogitsObjective(teacher, student, settings)
     ids = tokens(1, 8)
@@ -69,8 +70,10 @@ def test_the_schedule_rises_with_the_steps_and_projections_learn_at_the_mixers_r
         objective.train_step(batch, lambda loss: loss.backward(), progress)
         assert student.model.depth_schedule.item() == pytest.approx(wanted)
     groups = {group["name"]: group["params"] for group in objective.parameter_groups()}
-    assert len(groups["mixers"]) == 2 * 2 + 3  # two layers' projections, three layers' biases
-    assert all(p.grad is not None and p.grad.any() for p in groups["mixers"][3:])
+    assert len(groups["mixers"]) == 2 * 4 + 3  # two layers' projections, three layers' biases
+    unread = student.model.layers[0].mixer.depth_bias
+    learning = [p for p in groups["mixers"] if p is not unread]
+    assert all(p.grad is not None and p.grad.any() for p in learning)
 
 
 def test_the_control_differs_in_nothing_but_the_student() -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from ltconvert import recipes
 from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.mixers import MIXERS
+from ltconvert.convert.students import depth
 from ltconvert.convert.students.depth_stream import DepthStream
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -123,14 +124,20 @@ def test_a_dense_teacher_is_looped_first_and_the_plan_says_at_what_cost() -> Non
 
 
 @pytest.mark.parametrize("family", ["ouro", "smollm3", "gemma3"])  # positions of 1, 2 and 2 kinds
-def test_a_depth_stream_is_counted_as_it_is_made(family: str) -> None:
+def test_a_depth_stream_is_counted_as_it_is_made(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = tiny_spec(family)
     chosen = recipe(student={"mixer": "moda", "full_layers": 0, "depth_slots": "last:4"})
     models, length = models_of(chosen, spec), 9
     model = tiny_model(spec, ["moda"] * 3, depth_slots="last:4")
     made: list[DepthStream] = []
-    make_stream = model.model.depth_stream
-    model.model.depth_stream = lambda context: made.append(make_stream(context)) or made[-1]
+
+    def noted(*given: Any) -> DepthStream:
+        made.append(DepthStream(*given))
+        return made[-1]
+
+    monkeypatch.setattr(depth, "DepthStream", noted)
     model(tokens(1, length)).logits.sum().backward()
     (stream,) = made
     held = [x for s in stream.slots.values() for x in (s.k_NBTGD, s.v_NBTGD, *s.gradients[:2])]

@@ -214,14 +214,14 @@ def test_widths_and_shared_keys(width: int, shared: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("schedule", [0.6, 1.0])
 def test_windows_documents_padding_and_caps(schedule: float, dtype: torch.dtype) -> None:
-    length = 330 if GPU else 33
+    length = 330 if GPU else 17
     x = inputs_of(length, heads=2, groups=1, size=1.5, dtype=dtype)
     options: dict[str, Any] = {"slots": 3, "scale": 0.25, "schedule": schedule}
     real_BT = torch.ones(2, length, dtype=torch.bool, device=DEVICE)
-    real_BT[0, :12] = real_BT[1, -9:] = False
-    three_way(x, window=40, **options)
-    three_way(x, segment_ids_BT=documents(length, 0.05), soft_cap=3.0, **options)
-    three_way(x, real_BT, window=30, segment_ids_BT=documents(length, 0.05), **options)
+    real_BT[0, :6] = real_BT[1, -5:] = False
+    three_way(x, window=10, **options)
+    three_way(x, segment_ids_BT=documents(length, 0.1), soft_cap=3.0, **options)
+    three_way(x, real_BT, window=12, segment_ids_BT=documents(length, 0.05), **options)
 
 
 @needs_triton
@@ -231,6 +231,22 @@ def test_windows_documents_padding_and_caps(schedule: float, dtype: torch.dtype)
 def test_keys_of_the_past(length: int, window: int | None) -> None:
     x = inputs_of(length, heads=4, past=90, width=64, slots=5, dtype=torch.bfloat16)
     three_way(x, slots=5, scale=0.125, schedule=0.7, window=window)
+
+
+@needs_triton
+@pytest.mark.parametrize("attention", ["cudnn", "flash"])
+@pytest.mark.parametrize(("length", "window"), [(256, 256), (256, 64), (7, 256)])
+def test_calls_fit_this_version_of_pytorch(attention: Any, length: int, window: int) -> None:
+    """Arguments, shapes and layouts, without a device; values are tested on a GPU."""
+    from ltconvert.kernels.depth_attention import sequence
+
+    q = torch.empty(2, length, 8, 64, device="meta", dtype=torch.bfloat16)
+    k, v = (torch.empty(2, 256, 2, 64, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    how: tuple[Any, ...] = None, window, 0.1, 0.0
+    o, log_sum = sequence.forward(attention, q, k, v, *how)
+    assert (o.shape, log_sum.shape) == (q.shape, (2, 8, length)) and o.is_contiguous()
+    found = sequence.backward(attention, torch.empty_like(o), o, log_sum, q, k, v, *how)
+    assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
 
 
 @needs_triton
@@ -265,7 +281,7 @@ def test_depth_alone_and_its_log_sum(dtype: torch.dtype) -> None:
 
 @needs_triton
 def test_strides_and_repetition() -> None:
-    x = inputs_of(9, slots=5, dtype=torch.float32)
+    x = inputs_of(5, batch=1, slots=5, dtype=torch.float32)
     by_token = {n: y.contiguous() if "depth" in n else y for n, y in x.items()}
     by_head = {
         n: y.transpose(1, 2).contiguous().transpose(1, 2) for n, y in x.items() if n != "bias"
