@@ -17,9 +17,10 @@ from ltconvert.convert.inspect import ModelFacts
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.distill.planning.disk import peak_disk, stage_disk
 from ltconvert.distill.planning.fit import refuse_disk, refuse_memory
+from ltconvert.distill.planning.footprint import Footprint, footprint
 from ltconvert.distill.planning.machine import Machine, free_disk, measure
 from ltconvert.distill.planning.memory import Parts, stage_memory
-from ltconvert.distill.planning.models import Models, models_of
+from ltconvert.distill.planning.models import Models, PoolFacts, models_of
 from ltconvert.distill.planning.rows import choose_rows, with_rows
 from ltconvert.distill.planning.work import Work, selection_cost, stage_work
 from ltconvert.distill.selection.result import Cost
@@ -52,6 +53,16 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class PoolPlan:
+    """A Dreamer with a share of the teacher's layers in its pools; costs as in ``Footprint``."""
+
+    share: float
+    entries: int
+    experts: int
+    footprint: Footprint
+
+
+@dataclass(frozen=True)
 class Plan:
     """The whole run.
 
@@ -60,6 +71,7 @@ class Plan:
         micro_batch_rows: rows a forward pass of every training stage, chosen where the recipe
             leaves them open.
         selection: cost of selecting if nothing settles early; None when the stage does not run.
+        pools: a Dreamer before and after each step of the stage `shrink`, where it runs.
         disk_bytes: the run folder at its fullest.
     """
 
@@ -73,6 +85,7 @@ class Plan:
     student: ModelFacts
     rows: tuple[StagePlan, ...]
     selection: Cost | None
+    pools: tuple[PoolPlan, ...]
     disk_bytes: int
     free_disk_bytes: int | None
 
@@ -135,6 +148,7 @@ def plan(
             _row(stage, recipe, models, precision, machine, device.type, scale) for stage in stages
         ),
         selection=selection_cost(recipe, models) if "select" in stages else None,
+        pools=_pools(recipe, models),
         disk_bytes=peak_disk(stages, recipe, models),
         free_disk_bytes=None if run_dir is None else free_disk(run_dir),
     )
@@ -159,7 +173,7 @@ def _row(
         "loop": models.origin.parameters,
         "align": models.aligned_parameters,
         "select": 0,
-    }.get(stage, models.hybrid.parameters)
+    }.get(stage, models.trained_in(stage).parameters)
     if stage == "select" and recipe.select.method == "kl" and work.steps:
         trained = models.linear.parameters
     if stage == "select" and recipe.select.method == "kl-gates" and work.steps:
@@ -173,6 +187,19 @@ def _row(
         disk_bytes=stage_disk(stage, recipe, models),
         flops=work.flops,
         hours=scale * work.seconds(machine, device_type) / 3600,
+    )
+
+
+def _pools(recipe: Recipe, models: Models) -> tuple[PoolPlan, ...]:
+    """In rows of the stage `shrink`."""
+    if not models.pools or "shrink" not in recipe.stages:
+        return ()
+    layers, slices = models.spec.num_layers, recipe.student.slices
+    whole = PoolFacts(1.0, layers, layers * slices, models.hybrid)
+    tokens = recipe.shrink.seq_len_tokens
+    return tuple(
+        PoolPlan(x.share, x.entries, x.experts, footprint(x.facts, models.spec, tokens))
+        for x in (whole, *models.pools)
     )
 
 

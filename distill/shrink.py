@@ -14,8 +14,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ltconvert.convert.students.dreamer.config import DreamerConfig
-from ltconvert.convert.students.dreamer.shrink import Cut, choose, likeness, shrink
+from ltconvert.convert.students.dreamer.shrink import (
+    Cut,
+    choose,
+    likeness,
+    pool_sizes,
+    shrink,
+)
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill import logits
 from ltconvert.distill.data import Batch
@@ -29,22 +34,10 @@ CUT_FILE = "cut.json"
 _SEEDS_A_STEP = 100  # more than there are stages
 
 
-def pool_sizes(config: DreamerConfig, layers: int, share: float) -> tuple[int, int]:
-    """Entries and experts of pools with this share of what a teacher of so many layers had.
-
-    No fewer than tokens use, no more than there are; experts of whole MLPs.
-    """
-    entries = max(config.top_entries, round(share * layers))
-    mlps = max(-(-config.top_experts // config.slices), round(share * layers))
-    return min(entries, config.entries), min(mlps * config.slices, config.experts)
-
-
 def run(settings: ShrinkSettings, inputs: StageInputs, stage_dir: Path) -> StageResult:
     """Cut and train for each share of ``student.pool_schedule``; resumes by itself."""
     shares = inputs.recipe.student.pool_schedule
-    step_settings = settings.model_copy(
-        update={"budget_tokens": max(settings.budget_tokens // len(shares), settings.batch_tokens)}
-    )
+    step_settings = settings.of_one_step(len(shares))
     facts: dict[str, Any] = {"tokens": 0, "steps": 0, "seconds": 0.0, "pools": []}
     student = inputs.student
     for number, share in enumerate(shares):

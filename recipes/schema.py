@@ -455,6 +455,11 @@ class ShrinkSettings(LogitsSettings):
     depth_warmup_share: float = Field(0.0, ge=0, le=1)
     release_share: float = Field(0.0, ge=0, le=1)
 
+    def of_one_step(self, steps: int) -> Self:
+        """Settings of one of so many steps, which share the budget evenly."""
+        budget = max(self.budget_tokens // steps, self.batch_tokens)
+        return self.model_copy(update={"budget_tokens": budget})
+
 
 class LongctxSettings(LogitsSettings):
     """Stage `longctx`: longer rows, cross-entropy and optional KL."""

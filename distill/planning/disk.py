@@ -22,7 +22,11 @@ def stage_disk(stage: str, recipe: Recipe, models: Models) -> int:
             one_more = trained * min(layers, len(models.converted)) // len(models.converted)
             return (trained + one_more) * _CHECKPOINT_BYTES + student * _WEIGHT_BYTES
     else:
-        trained = student = (models.origin if stage == "loop" else models.hybrid).parameters
+        trained = student = models.trained_in(stage).parameters
+    if stage == "shrink":  # each step keeps its checkpoint; the one at work may have two
+        trained = sum(pool.facts.parameters for pool in models.pools)
+        one_more = max((pool.facts.parameters for pool in models.pools), default=0)
+        return (trained + one_more) * _CHECKPOINT_BYTES + student * _WEIGHT_BYTES
     return 2 * trained * _CHECKPOINT_BYTES + student * _WEIGHT_BYTES
 
 
@@ -41,4 +45,6 @@ def peak_disk(stages: list[str], recipe: Recipe, models: Models) -> int:
             kept += models.linear.parameters * _WEIGHT_BYTES
         elif stage == "logits":
             kept += models.hybrid.parameters * _WEIGHT_BYTES
+        elif stage == "shrink":
+            kept += models.trained_in("longctx").parameters * _WEIGHT_BYTES
     return max(peak, kept) + models.hybrid.parameters * _WEIGHT_BYTES

@@ -82,12 +82,21 @@ def stage_memory(
             device,
             before=models.mixer_parameters,
         ),
+        "shrink": lambda: _train(
+            recipe.shrink,
+            models,
+            precision,
+            device,
+            before=models.hybrid.parameters,
+            trained=models.trained_in("shrink"),
+        ),
         "longctx": lambda: _train(
             recipe.longctx,
             models,
             precision,
             device,
-            before=models.hybrid.parameters,
+            before=models.trained_in("longctx").parameters,
+            trained=models.trained_in("longctx"),
         ),
     }[stage]()
     if stage != "align":

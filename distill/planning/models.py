@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ltconvert.convert.dropping import count_dropped, shortened_spec
 from ltconvert.convert.inspect import LayerFacts, ModelFacts, model_facts
 from ltconvert.convert.mixers import MIXERS
+from ltconvert.convert.students.dreamer.config import DreamerConfig
+from ltconvert.convert.students.dreamer.shrink import pool_sizes
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import origin_spec, student_options
 from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
 from ltconvert.distill.selection.simple import uniform_layers
 from ltconvert.recipes.schema import Recipe
+
+
+@dataclass(frozen=True)
+class PoolFacts:
+    """A Dreamer whose pools hold a share of the teacher's layers."""
+
+    share: float
+    entries: int
+    experts: int
+    facts: ModelFacts
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,7 @@ class Models:
         linear: the student before selection: every layer converted that is not listed.
         hybrid: the student after it. Which layers are kept is not known yet; evenly spaced ones
             stand for them, which matters only where layers differ (windows).
+        pools: a Dreamer after each step of the stage `shrink`.
     """
 
     spec: TeacherSpec
@@ -37,6 +52,15 @@ class Models:
     ties: bool
     linear: ModelFacts
     hybrid: ModelFacts
+    pools: tuple[PoolFacts, ...] = ()
+
+    def trained_in(self, stage: str) -> ModelFacts:
+        """The student of a stage that trains all of it, at its largest."""
+        if stage == "loop":
+            return self.origin
+        if not self.pools or stage not in ("shrink", "longctx"):
+            return self.hybrid
+        return self.pools[0 if stage == "shrink" else -1].facts
 
     @property
     def converted(self) -> tuple[LayerFacts, ...]:
@@ -83,7 +107,21 @@ def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
         ties=student.loop_start is not None,
         linear=facts(listed),
         hybrid=facts(kept),
+        pools=_pools(spec, options, student.pool_schedule if student.shrinks else []),
     )
+
+
+def _pools(
+    spec: TeacherSpec, options: dict[str, Any], shares: Sequence[float]
+) -> tuple[PoolFacts, ...]:
+    """What is left of a Dreamer at each share."""
+    found = []
+    for share in shares:
+        entries, experts = pool_sizes(DreamerConfig(**options["dreamer"]), spec.num_layers, share)
+        sizes = {"entries": entries, "experts": experts}
+        config = LT2Config.from_spec(spec, **options | {"dreamer": options["dreamer"] | sizes})
+        found.append(PoolFacts(share, entries, experts, model_facts(config)))
+    return tuple(found)
 
 
 def shortened(spec: TeacherSpec, wanted: int | float | list[int]) -> TeacherSpec:

@@ -16,7 +16,8 @@ _PARTS = ("teacher", "student", "gradients", "optimiser", "activations", "logits
 
 def render_plan(plan: Plan) -> RenderableType:
     """The table a stage, then the models, the caches, the cost of selecting, and what is free."""
-    return Group(_table(plan), *(Text(line) for line in summary_lines(plan)))
+    tables = [_table(plan), *([_pools(plan)] if plan.pools else [])]
+    return Group(*tables, *(Text(line) for line in summary_lines(plan)))
 
 
 def summary_lines(plan: Plan) -> list[str]:
@@ -57,6 +58,25 @@ def _model(model: ModelFacts) -> str:
     if model.own_parameters:
         loops += f" ({short_number(model.own_parameters)} of them single loops' own)"
     return f"{short_number(model.parameters)} parameters{loops}, {cache}"
+
+
+def _pools(plan: Plan) -> Table:
+    """What each step of the stage `shrink` leaves of a Dreamer."""
+    table = Table(title="Pools, as the stage shrink leaves them")
+    table.add_column("share of the layers")
+    columns = ("entries", "experts", "parameters", "a token meets", "operations", "cache a token")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for pool in plan.pools:
+        cost = pool.footprint
+        table.add_row(
+            f"{pool.share:.0%}",
+            str(pool.entries),
+            str(pool.experts),
+            *(short_number(x) for x in (cost.parameters, cost.active_parameters, cost.flops)),
+            f"{cost.memory_bytes / 1024:,.1f} KiB",
+        )
+    return table
 
 
 def _table(plan: Plan) -> Table:

@@ -20,7 +20,7 @@ from ltconvert.distill.selection.cost import most_cost
 from ltconvert.distill.selection.result import Cost
 from ltconvert.distill.selection.short_training import gate_settings, short_settings
 from ltconvert.kernels.chunkwise.spans import CHUNK_TOKENS
-from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe
+from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe, ShrinkSettings
 
 # Share of a large matrix product's speed that a model is taken to reach; recurrences, norms and
 # small products take the rest. Assumed, not measured: `plan(tokens_per_second=...)` takes a speed
@@ -69,8 +69,24 @@ def stage_work(stage: str, recipe: Recipe, models: Models) -> Work:
         return _align(recipe.align, models)
     if stage == "select":
         return _select(recipe, models)
-    student = models.origin if stage == "loop" else models.hybrid
-    return _train(getattr(recipe, stage), models, student)
+    if stage == "shrink" and models.pools:
+        return _shrink(recipe.shrink, models)
+    return _train(getattr(recipe, stage), models, models.trained_in(stage))
+
+
+def _shrink(settings: ShrinkSettings, models: Models) -> Work:
+    """All steps; measuring use is a forward pass of the student before each."""
+    one = settings.of_one_step(len(models.pools))
+    works = [_train(one, models, pool.facts) for pool in models.pools]
+    before = [models.hybrid, *(pool.facts for pool in models.pools[:-1])]
+    length, tokens = settings.seq_len_tokens, settings.usage_tokens
+    used = sum(tokens * forward_flops(x, models.spec, length, head=False) for x in before)
+    return Work(
+        sum(work.tokens for work in works),
+        sum(work.steps for work in works),
+        sum(work.flops for work in works) + used,
+        sum(work.optimiser_bytes for work in works),
+    )
 
 
 def _align(settings: AlignSettings, models: Models) -> Work:

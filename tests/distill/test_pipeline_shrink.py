@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from ltconvert.convert.checkpoint import load_student
 from ltconvert.convert.students.dreamer.config import DreamerConfig
+from ltconvert.convert.students.dreamer.shrink import pool_sizes
 from ltconvert.convert.teachers.load import Teacher, load_teacher
-from ltconvert.distill.shrink import pool_sizes
 from ltconvert.recipes.schema import Recipe, StudentSettings
 
 STUDENT: dict[str, Any] = {

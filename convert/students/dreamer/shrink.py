@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.dreamer.pools import Pool
 from ltconvert.convert.students.dreamer.router import Router
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
@@ -36,6 +37,16 @@ class Cut:
     def kept(self) -> list[int]:
         """Entries that stay."""
         return [group[0] for group in self.groups]
+
+
+def pool_sizes(config: DreamerConfig, layers: int, share: float) -> tuple[int, int]:
+    """Entries and experts of pools with this share of what a teacher of so many layers had.
+
+    No fewer than tokens use, no more than there are; experts of whole MLPs.
+    """
+    entries = max(config.top_entries, round(share * layers))
+    mlps = max(-(-config.top_experts // config.slices), round(share * layers))
+    return min(entries, config.entries), min(mlps * config.slices, config.experts)
 
 
 def choose(weight_DE: Tensor, likeness_EE: Tensor, keep: int, how: How = "drop") -> Cut:

@@ -1,0 +1,67 @@
+"""The plan of a Dreamer whose pools shrink."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from helpers import tiny_spec
+from rich.console import Console
+
+from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
+from ltconvert.distill.plan import Plan, plan
+from ltconvert.distill.planning.machine import Machine
+from ltconvert.distill.planning.render import render_plan
+from ltconvert.recipes.schema import Recipe
+
+MACHINE = Machine("test", 64 << 30, flops=1e12, bytes_per_second=1e10)
+STUDENT: dict[str, Any] = {
+    "kind": "dreamer",
+    "mixer": "full",
+    "full_layers": 1.0,
+    "slices": 2,
+    "top_entries": 1,
+    "pool_schedule": [0.67, 0.34],
+}
+
+
+def make(**student: Any) -> Plan:
+    rows = {"seq_len_tokens": 64, "batch_tokens": 256, "budget_tokens": 10_240}
+    recipe = Recipe.model_validate(
+        {"name": "test", "student": STUDENT | student, "shrink": rows | {"usage_tokens": 128}}
+    )
+    return plan(recipe, tiny_spec(), "cpu", "fp32", machine=MACHINE)
+
+
+def test_every_step_has_a_row_with_the_parameters_of_its_model() -> None:
+    made = make()
+    assert [(pool.entries, pool.experts) for pool in made.pools] == [(3, 6), (2, 4), (1, 2)]
+    for pool in made.pools:
+        sizes = {"entries": pool.entries, "experts": pool.experts, "slices": 2, "top_entries": 1}
+        model = LT2ForCausalLM(LT2Config.from_spec(tiny_spec(), dreamer=sizes))
+        held = {p.data_ptr(): p.numel() for p in model.parameters()}
+        assert pool.footprint.parameters == sum(held.values())
+    same = [pool.footprint.memory_bytes for pool in made.pools]
+    assert same == [same[0]] * 3  # as many visits, each with a cache of its own
+    page = io.StringIO()
+    Console(file=page, width=160).print(render_plan(made))
+    assert "34%" in page.getvalue()
+
+
+def test_the_steps_share_the_budget() -> None:
+    made = make()
+    row = next(row for row in made.rows if row.stage == "shrink")
+    assert row.tokens == 2 * 20 * 256 and row.steps == 40
+    assert row.trained_parameters == made.pools[1].footprint.parameters
+    longctx = next(row for row in made.rows if row.stage == "longctx")
+    assert longctx.trained_parameters == made.pools[2].footprint.parameters
+    # Two checkpoints of the largest step and one of the other, twelve bytes a parameter.
+    sizes = [pool.footprint.parameters for pool in made.pools[1:]]
+    assert row.disk_bytes >= 12 * (2 * sizes[0] + sizes[1])
+
+
+@pytest.mark.parametrize("given", [{"pool_schedule": []}, {"kind": "lt2"}])
+def test_no_schedule_no_stage(given: dict[str, Any]) -> None:
+    made = make(**given)
+    assert made.pools == () and "shrink" not in [row.stage for row in made.rows]
