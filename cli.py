@@ -198,6 +198,10 @@ def generate(
     loop_cache: Annotated[
         str, typer.Option(help="own, or last: loops share the last one's keys, a T-th of them.")
     ] = "own",
+    depths: Annotated[
+        int | None,
+        typer.Option(min=1, help="A Dreamer's layer runs so often; default: as trained."),
+    ] = None,
     fast: Annotated[
         bool, typer.Option("--fast", help="Static cache; on a GPU one CUDA graph a token.")
     ] = False,
@@ -218,7 +222,7 @@ def generate(
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     asked = cli_generate.Prompt(text, chat or system is not None, system)
-    cli_generate.run(session, model, asked, settings, fast=fast)
+    cli_generate.run(session, model, asked, settings, fast=fast, depths=depths)
 
 
 @app.command()

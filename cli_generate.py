@@ -84,19 +84,33 @@ class Sampling:
 
 
 def run(
-    session: Session, reference: str, prompt: Prompt, sampling: Sampling, *, fast: bool = False
+    session: Session,
+    reference: str,
+    prompt: Prompt,
+    sampling: Sampling,
+    *,
+    fast: bool = False,
+    depths: int | None = None,
 ) -> None:
     """Load the model, continue the prompt, print the text (with `--json` a document).
 
+    Args:
+        depths: how often the layer of a Dreamer runs; None: as often as it was trained to.
+
     Raises:
-        UserError: nothing to read, or beam search is asked of the fast path.
+        UserError: nothing to read, beam search is asked of the fast path, or depths of a model
+            that is no Dreamer.
     """
     import torch
     from transformers import TextStreamer
 
+    from ltconvert.convert.students.dreamer.depths import set_depths
+
     if fast and sampling.beams > 1:
         raise UserError("--fast follows one continuation; leave out --fast or --beams")
     model = load(session, reference)
+    if depths is not None and (line := set_depths(model.model, depths)):
+        output.print_note(line)
     ids = prompt.ids(model.tokenizer)
     streamer = None
     if not session.json and sampling.beams == 1:

@@ -567,6 +567,16 @@ class Recipe(Settings):
         return self
 
     @model_validator(mode="after")
+    def _pools_shrink_once_routing_is_learned(self) -> Self:
+        """While a depth has its layer, nothing of it can leave."""
+        if "shrink" in self.stages and not self.logits.enabled:
+            raise ValueError(
+                "the stage shrink needs routing that the stage logits has released; set"
+                " logits.enabled=true, or leave out student.pool_schedule"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _list_method_has_a_list(self) -> Self:
         """`select.method: list` takes the layers from `student.full_layers`."""
         if self.select.method == "list" and not isinstance(self.student.full_layers, list):

@@ -56,6 +56,17 @@ class LoopState:
         return replace(self, h_BTC=h_BTC)
 
 
+def at_depth(steps: tuple[Step, ...], depths: int) -> tuple[Step, ...]:
+    """The first ``depths`` visits, or more of the last one; the end closes its loop."""
+    last = steps[-1]
+    more = (
+        replace(last, slot=slot, opens_loop=False, closes_loop=False)
+        for slot in range(len(steps), depths)
+    )
+    found = [*steps[:depths], *more]
+    return (*found[:-1], replace(found[-1], closes_loop=True))
+
+
 def make_schedule(
     num_layers: int, num_loops: int, prelude: int = 0, coda: int = 0
 ) -> tuple[Step, ...]:

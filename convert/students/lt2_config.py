@@ -11,7 +11,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES, PreTrainedConf
 from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.depth_plan import DepthPlan, depth_plan
 from ltconvert.convert.students.dreamer.config import DreamerConfig
-from ltconvert.convert.students.loop import Step, make_schedule
+from ltconvert.convert.students.loop import Step, at_depth, make_schedule
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 # transformers renamed it after 5.17
@@ -41,6 +41,7 @@ class LT2Config(PreTrainedConfig):
             mixers, see ``depth_plan``.
         depth_rope, depth_bias: how they read it, see ``MixtureOfDepths``.
         dreamer: what a ``DreamerConfig`` takes, where one layer stands in place of all; None else.
+        depths: how often a Dreamer's layer runs, see ``dreamer.depths``; None: as it was made.
     """
 
     model_type = "lt2"
@@ -62,6 +63,7 @@ class LT2Config(PreTrainedConfig):
     depth_bias: float | None = None
     depth_linear_writes: bool = False
     dreamer: dict[str, Any] | None = None
+    depths: int | None = None
     num_hidden_layers: int = 0
     layer_types: list[str] = field(default_factory=list)
     use_cache: bool = True
@@ -132,6 +134,11 @@ class LT2Config(PreTrainedConfig):
 
     def schedule(self) -> tuple[Step, ...]:
         """Visits of the physical layers in execution order."""
+        steps = self.made_schedule()
+        return steps if self.depths is None else at_depth(steps, self.depths)
+
+    def made_schedule(self) -> tuple[Step, ...]:
+        """The visits that the model was made for."""
         return make_schedule(self.num_layers, self.num_loops, self.prelude_layers, self.coda_layers)
 
     def depth_plan(self) -> DepthPlan | None:

@@ -18,7 +18,7 @@ from ltconvert.distill.evaluation.generation import (
 from ltconvert.distill.evaluation.lm_eval import run_tasks
 from ltconvert.distill.evaluation.loop_decoding import Way, loop_decoding, ways
 from ltconvert.distill.evaluation.recall import recall_scores
-from ltconvert.distill.evaluation.routing_record import depth_map, pool_usage
+from ltconvert.distill.evaluation.routing_record import by_depths, depth_map, pool_usage
 from ltconvert.distill.evaluation.scores import BATCH_TOKENS, heldout_rows, heldout_scores
 from ltconvert.distill.evaluation.task_scores import compare
 from ltconvert.errors import UserError
@@ -142,7 +142,11 @@ def _routing(job: Evaluation) -> dict[str, Any] | None:
     usage = pool_usage(student, batches, precision=job.precision)
     weights = depth_map(student, batches, precision=job.precision)
     pools = {name: of_pool.to_dict() for name, of_pool in usage.items()}
-    return {"student": {"pools": pools, "depth_map": weights}}
+    found: dict[str, Any] = {"pools": pools, "depth_map": weights}
+    if job.both:
+        models = student, job.models["teacher"]
+        found["by_depths"] = by_depths(*models, batches, precision=job.precision)
+    return {"student": found}
 
 
 def _tasks(job: Evaluation) -> dict[str, Any] | None:

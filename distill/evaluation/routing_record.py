@@ -1,4 +1,4 @@
-"""Usage of a Dreamer's pools on text, and where its depth attention looks.
+"""Usage of a Dreamer's pools on text, where its depth attention looks, and what depths are worth.
 
 B rows, T tokens, N tokens that are no padding, K choices, H heads, S depths seen.
 """
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ltconvert.convert.students.dreamer.depth import DepthAttention
+from ltconvert.convert.students.dreamer.depths import set_depths
 from ltconvert.convert.students.dreamer.router import Routes
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.routing_usage import Usage
+from ltconvert.distill.evaluation.scores import heldout_scores
 from ltconvert.distill.precision import autocast
 
 POOLS = ("attention", "experts")
@@ -115,3 +117,27 @@ def _listening(
         yield
     finally:
         handle.remove()
+
+
+def by_depths(
+    model: LT2ForCausalLM,
+    teacher: LT2ForCausalLM,
+    batches: list[Batch],
+    *,
+    precision: str = "fp32",
+) -> list[dict[str, float]]:
+    """What a Dreamer is worth at fewer and at more depths than it was trained for.
+
+    Returns:
+        For some ``depths`` ``kl`` to the teacher, nats a token, and ``ppl``.
+    """
+    before, trained = model.config.depths, len(model.config.made_schedule())
+    found = []
+    try:
+        for depths in sorted({-(-trained * quarters // 4) for quarters in (2, 3, 4, 5)}):
+            set_depths(model, depths)
+            scores = heldout_scores(teacher, model, batches, precision=precision)
+            found.append({"depths": depths, "kl": scores["kl"], "ppl": scores["student_ppl"]})
+    finally:
+        set_depths(model, before)
+    return found

@@ -23,6 +23,8 @@ def routing(run: RunFolder) -> Section:
     )
     section.tables.append(_summary(pools))
     section.tables.append(_by_depth(pools))
+    if found.get("by_depths"):
+        section.tables.append(_depths(found["by_depths"], len(first["distinct"])))
     for name, usage in pools.items():
         alt = f"share of tokens that choose each of {usage['entries']} entries, by depth"
         picture = routing_plots.load_map(usage["load"], f"entry of the pool `{name}`")
@@ -49,6 +51,15 @@ def _summary(pools: dict[str, dict[str, Any]]) -> Table:
         for name, usage in pools.items()
     ]
     return Table(headers, rows, f"{count(usages[0]['tokens'])} tokens of held-out text.")
+
+
+def _depths(rows: list[dict[str, float]], trained: int) -> Table:
+    shown = [
+        [count(row["depths"]), number(row["kl"], digits=4), number(row["ppl"], digits=2)]
+        for row in rows
+    ]
+    caption = f"Fewer and more depths than the {trained} that it was trained for."
+    return Table(("depths", "KL (nats a token)", "perplexity"), shown, caption)
 
 
 def _by_depth(pools: dict[str, dict[str, Any]]) -> Table:

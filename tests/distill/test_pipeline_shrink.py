@@ -92,4 +92,6 @@ def test_sizes_of_pools() -> None:
 def test_shares_fall() -> None:
     with pytest.raises(ValidationError, match="shares fall from step to step"):
         StudentSettings(**{**STUDENT, "pool_schedule": [0.5, 0.75]})
+    with pytest.raises(ValidationError, match="needs routing that the stage logits has released"):
+        Recipe(name="early", student=STUDENT, logits={"enabled": False})
     assert "shrink" not in Recipe(name="dense").stages

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from dreamer_case import released
 from evaluation_case import make_batch
+from helpers import tiny_model, tiny_spec
 
-from ltconvert.distill.evaluation.routing_record import depth_map, pool_usage
+from ltconvert.distill.evaluation.routing_record import by_depths, depth_map, pool_usage
 
 BATCH = make_batch([[9, 11], [16]], 20, 0)  # two documents and a padded one
 KEPT = 20 + 16
@@ -74,6 +74,16 @@ def test_depth_weights_are_those_written_out() -> None:
     assert depth_map(released(depth_heads=0), [BATCH]) == []
 
 
-def test_what_is_recorded_is_plain(tmp_path: Path) -> None:
+def test_depths_are_scored_and_set_back() -> None:
+    teacher, model = tiny_model(tiny_spec()), released()
+    model.model.dreamer.set_release(0.0)
+    model.model.dreamer.depth.o_proj.weight.data.zero_()
+    rows = by_depths(model, teacher, [BATCH])
+    assert [row["depths"] for row in rows] == [2, 3, 4]
+    assert rows[1]["kl"] == pytest.approx(0, abs=1e-6) and rows[0]["kl"] > 1e-3
+    assert model.config.depths is None and len(model.model.schedule) == 3
+
+
+def test_what_is_recorded_is_plain() -> None:
     usage = pool_usage(released(), [BATCH])
     assert json.loads(json.dumps(usage["experts"].to_dict()))["tokens"] == KEPT

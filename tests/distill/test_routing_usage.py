@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,11 +66,13 @@ def test_batches_add_up() -> None:
 def test_the_report_shows_it(tmp_path: Path) -> None:
     usage = counted([[[depth % 2]] * 3 for depth in range(14)], 3)
     maps = [[1.0 / (depth + 1)] * (depth + 1) for depth in range(14)]
-    part = {"student": {"pools": {"experts": usage.to_dict()}, "depth_map": maps}}
+    part: dict[str, Any] = {"student": {"pools": {"experts": usage.to_dict()}, "depth_map": maps}}
+    part["student"]["by_depths"] = [{"depths": 7, "kl": 0.5, "ppl": 20.0}]
     whole = {"parts": {"routing": part}, "models": {}, "seconds": {}, "depends_on": {}}
     (tmp_path / "evaluation.json").write_text(json.dumps(whole))
     build_report(tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "| experts | 3 | 1 | 66.7 % | 1.50 |" in text
     assert "| 13 | 1 | 1.0 |" in text
+    assert "| 7 | 0.5000 | 20.00 |" in text
     assert (tmp_path / "report_plots/depth_attention.png").stat().st_size > 1000

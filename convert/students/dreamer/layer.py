@@ -214,8 +214,9 @@ class DreamerPass:
     def visit(self, step: Step) -> Visit:
         """What the layer sees at a step."""
         share = self.layer.released()
+        last = len(self.layer.windows) - 1  # visits beyond those it was made for are like the last
         return Visit(
-            step.slot, step.layer, share < 1.0, share > 0.0,
+            min(step.slot, last), step.layer, share < 1.0, share > 0.0,
             self.layer.release, self.stacks, self.slots,
         )  # fmt: skip
 

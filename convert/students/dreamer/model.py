@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def make_dreamer(config: LT2Config) -> DreamerLayer | None:
     """The one layer of a Dreamer; None where layers follow each other."""
-    pools, schedule = config.dreamer_config(), config.schedule()
+    pools, schedule = config.dreamer_config(), config.made_schedule()
     if pools is None:
         return None
     windows = [config.window(step.layer) for step in schedule]
