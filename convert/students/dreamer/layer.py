@@ -5,6 +5,7 @@ B rows, T tokens, N = B T, C hidden width, H heads of depth attention, D their w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from ltconvert.convert.students.dreamer.pools import (
     AttentionPool,
     ExpertPool,
     SharedExpert,
+    attend,
+    gated,
     unit_rms,
 )
 from ltconvert.convert.students.dreamer.router import Router, Routes
@@ -110,6 +113,11 @@ class DreamerLayer(nn.Module):
         """What the teacher does not have: everything but the pools."""
         pools = {*self.attention.parameters(), *self.experts.parameters()}
         return [parameter for parameter in self.parameters() if parameter not in pools]
+
+    def compile_with(self, wrap: Callable[[Any], Any]) -> None:
+        """Call what ``wrap`` makes of the parts that are the same at all depths."""
+        self.attention.attend = wrap(attend)
+        self.experts.gated = wrap(gated)
 
     def set_release(self, share: float) -> None:
         """Set r, from 0 to 1."""
