@@ -77,10 +77,12 @@ class LogitsObjective:
         return [group for group in groups if group["params"]]
 
     def compile_with(self, wrap: Wrap) -> None:
-        """The layers of both models."""
+        """The layers of both models, or the parts of a Dreamer's."""
         self.teacher.model.call_layer = self.module.model.call_layer = wrap(run_layer)
         self.module.model.call_choosing_layer = wrap(run_choosing_layer)
         self.module.model.call_depth_layer = DepthCall(wrap)
+        if self.release is not None:
+            self.release.layer.compile_with(wrap)
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float

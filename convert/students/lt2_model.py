@@ -71,7 +71,7 @@ class LT2PreTrainedModel(PreTrainedModel):
     config: LT2Config
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 (transformers' form)
+    _no_split_modules = ["DecoderLayer", "DreamerLayer"]  # noqa: RUF012 (transformers' form)
     _supports_sdpa = True
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ltconvert.convert.students.blocks import run_layer
+from ltconvert.convert.students.dreamer.pools import attend
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill import compilation
@@ -152,6 +153,22 @@ def test_layers_that_read_depth_are_compiled_in_two_parts(family: str) -> None:
     assert counter.frame_count == makes
     # The teacher's layer, a visit that reads nothing, the two parts of others and of the last one.
     assert makes <= 8
+
+
+def test_parts_of_a_dreamer_are_compiled_once_for_all_depths() -> None:
+    teacher = tiny_model(tiny_spec("ouro")).requires_grad_(False)
+    pools = {"entries": 3, "experts": 6, "slices": 2, "top_experts": 3}
+    student = build_student(teacher, ["full"] * 3, {"dreamer": pools}).train()
+    objective = LogitsObjective(teacher, student, LogitsSettings(release_share=0.0))
+    expected = step(objective)
+    counter = CompileCounterWithBackend("aot_eager")
+    with compiled(objective, ON, fail, backend=counter, fullgraph=True):
+        check_same(step(objective), expected)
+        makes = counter.frame_count
+        check_same(step(objective), expected)
+    # The layer of the teacher, attention of a Dreamer, activations of its experts.
+    assert counter.frame_count == makes <= 8
+    assert student.model.dreamer.attention.attend is attend
 
 
 def test_under_autocast() -> None:

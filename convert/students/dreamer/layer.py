@@ -5,6 +5,7 @@ B rows, T tokens, N = B T, C hidden width, H heads of depth attention, D their w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,10 +21,12 @@ from ltconvert.convert.students.dreamer.pools import (
     AttentionPool,
     ExpertPool,
     SharedExpert,
+    attend,
+    gated,
     unit_rms,
 )
 from ltconvert.convert.students.dreamer.router import Router, Routes
-from ltconvert.convert.students.dreamer.rows import ChosenRows, Mixture, OwnRows, Rows
+from ltconvert.convert.students.dreamer.rows import ChosenRows, Mixture, OwnRows
 from ltconvert.convert.students.loop import Step
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.kernels.depth_attention import DepthSlots, new_slots, write_slot
@@ -111,6 +114,11 @@ class DreamerLayer(nn.Module):
         pools = {*self.attention.parameters(), *self.experts.parameters()}
         return [parameter for parameter in self.parameters() if parameter not in pools]
 
+    def compile_with(self, wrap: Callable[[Any], Any]) -> None:
+        """Call what ``wrap`` makes of the parts that are the same at all depths."""
+        self.attention.attend = wrap(attend)
+        self.experts.gated = wrap(gated)
+
     def set_release(self, share: float) -> None:
         """Set r, from 0 to 1."""
         self.release.fill_(share)
@@ -170,17 +178,15 @@ class DreamerLayer(nn.Module):
         return h_BTC if self.spec.norm_layout == "post" else x_BTC
 
     def _mixture(self, routes: Routes | None, router: Router, visit: Visit) -> Mixture:
-        """The experts that count at a visit, with their shares."""
-        parts: list[tuple[Tensor | None, Rows]] = []
+        """The experts that count at a visit."""
+        own, chosen = None, None
         if visit.forced:
             own = OwnRows(visit.layer, router.slices, visit.stacks)
-            parts.append((1.0 - visit.release if visit.learned else None, own))
         if visit.learned:
             assert routes is not None
             grouping = grouped.group(routes.chosen_NK, len(router.balance))
             chosen = ChosenRows(routes.chosen_NK, routes.weights_NK, grouping, visit.stacks)
-            parts.append((visit.release if visit.forced else None, chosen))
-        return Mixture(tuple(parts))
+        return Mixture(own, chosen, visit.release)
 
 
 def _version(tensor: Tensor) -> int:

@@ -54,6 +54,7 @@ class AttentionPool(Pool):
             heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads)
         )
         self.widths = [query, key, key]
+        self.attend = attend  # a compiled one while it trains
         self.qkv = Bank(entries, spec.hidden_size, sum(self.widths), bias=spec.qkv_bias)
         self.o = Bank(entries, query, spec.hidden_size, bias=spec.o_bias)
         if spec.qk_norm is not None:
@@ -76,10 +77,12 @@ class AttentionPool(Pool):
         q_BHTD, k_BGSD, v_BGSD = (
             y.unflatten(0, rows_and_tokens).transpose(1, 2) for y in projected
         )
-        q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, rope_name)
-        if cache_layer is not None:
+        if cache_layer is None:
+            o_BHTD = self.attend(self, q_BHTD, k_BGSD, v_BGSD, context, rope_name, window)
+        else:
+            q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, rope_name)
             k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
-        o_BHTD = softmax_attention(q_BHTD, k_BGSD, v_BGSD, context, self.spec, window)
+            o_BHTD = softmax_attention(q_BHTD, k_BGSD, v_BGSD, context, self.spec, window)
         o_NM = o_BHTD.transpose(1, 2).flatten(2).flatten(0, 1)
         y_NC = mixture(lambda rows: rows.out(rows.spread(o_NM), self.o))
         return self.contribution(y_NC, mixture).view_as(x_BTC)
@@ -113,16 +116,39 @@ class ExpertPool(Pool):
         self.gate_up = Bank(experts, spec.hidden_size, 2 * inner, bias=spec.mlp_bias)
         self.down = Bank(experts, inner, spec.hidden_size, bias=spec.mlp_bias)
         self.activation = ACT2FN[spec.hidden_act]
+        self.gated = gated  # a compiled one while it trains
 
     def forward(self, x_BTC: Tensor, mixture: Mixture) -> Tensor:
         """x [B, T, C] (normed where the family does) -> what is added to the stream, [B, T, C]."""
         x_NC = x_BTC.flatten(0, 1)
 
         def expert(rows: Rows) -> Tensor:
-            gate, up = rows.within(rows.spread(x_NC), self.gate_up).chunk(2, dim=-1)
-            return rows.out(self.activation(gate) * up, self.down)
+            gate_up = rows.within(rows.spread(x_NC), self.gate_up)
+            return rows.out(self.gated(self, gate_up), self.down)
 
         return self.contribution(mixture(expert), mixture, self.slices).view_as(x_BTC)
+
+
+# Functions of a pool, not bound to one: what compiles them tells pools apart.
+def attend(
+    pool: AttentionPool,
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    context: SequenceContext,
+    rope_name: str | None,
+    window: int | None,
+) -> Tensor:
+    """Attention without a cache from what has no positions yet, [B, H, T, D]."""
+    q_BHTD, k_BGTD = rotated(q_BHTD, k_BGTD, context.rope, rope_name)
+    return softmax_attention(q_BHTD, k_BGTD, v_BGTD, context, pool.spec, window)
+
+
+def gated(pool: ExpertPool, gate_up: Tensor) -> Tensor:
+    """``act(gate) * up`` of [..., 2 I], [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    y: Tensor = pool.activation(gate) * up
+    return y
 
 
 class SharedExpert(nn.Module):

@@ -125,14 +125,23 @@ Expert = Callable[[Rows], Tensor]
 
 @dataclass(frozen=True)
 class Mixture:
-    """``sum of share * expert(rows)``; a share of None is 1."""
+    """``(1 - r) expert(own rows) + r expert(chosen rows)``; what does not count is None.
 
-    parts: tuple[tuple[Tensor | None, Rows], ...]
+    Attributes:
+        release: r, a scalar; of no effect unless both count.
+    """
+
+    own: Rows | None
+    chosen: Rows | None
+    release: Tensor
 
     def __call__(self, expert: Expert) -> Tensor:
         """What the experts give together."""
-        outputs = [(share, expert(rows)) for share, rows in self.parts]
-        first, *rest = [y if share is None else y * share.to(y.dtype) for share, y in outputs]
-        for y in rest:
-            first = first + y
-        return first
+        if self.chosen is None:
+            assert self.own is not None
+            return expert(self.own)
+        y = expert(self.chosen)
+        if self.own is None:
+            return y
+        # Not two products: in half precision 1 - r would be rounded to coarse steps.
+        return torch.lerp(expert(self.own).to(y.dtype), y, self.release.to(y.dtype))
