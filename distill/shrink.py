@@ -72,7 +72,7 @@ def cut_to(
         sizes = pool_sizes(layer.config, student.config.num_layers, share)
         how = inputs.recipe.student.pool_cut
         cuts = {
-            name: asdict(choose(of_pool.weight_DE, likeness(pool).cpu(), keep, how))
+            name: asdict(choose(of_pool.effect_DE, likeness(pool).cpu(), keep, how))
             for (name, of_pool), pool, keep in zip(
                 usage.items(), (layer.attention, layer.experts), sizes, strict=True
             )

@@ -47,7 +47,7 @@ class DreamerSettings(Settings):
     )
     pool_cut: Literal["drop", "merge"] = Field(
         "drop",
-        description="`dreamer`: entries that tokens give least weight leave a pool, or enter the"
+        description="`dreamer`: entries that do least for tokens leave a pool, or enter the"
         " mean of the entry most like them",
     )
 

@@ -6,7 +6,7 @@ B rows, T tokens, N tokens that are no padding, K choices, H heads, S depths see
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ltconvert.convert.students.dreamer.depth import DepthAttention
 from ltconvert.convert.students.dreamer.depths import set_depths
+from ltconvert.convert.students.dreamer.layer import DreamerLayer
 from ltconvert.convert.students.dreamer.router import Routes
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch
@@ -40,12 +41,39 @@ def pool_usage(
     for batch in batches:
         batch = batch.to(model.device)
         keep_N = batch.keep_BT.flatten()
-        with autocast(model.device, precision):
+        with _adding(layer) as shares, autocast(model.device, precision):
             found = _run(model, batch) or _forced(model, batch)
         for depth, routes in enumerate(found):
-            for usage, of_pool in zip(usages.values(), routes, strict=True):
-                usage.add(depth, of_pool.chosen_NK[keep_N], of_pool.weights_NK[keep_N])
+            for name, of_pool in zip(POOLS, routes, strict=True):
+                effects_NK = of_pool.weights_NK * shares[name][depth][:, None]
+                usages[name].add(depth, of_pool.chosen_NK[keep_N], effects_NK[keep_N])
     return usages
+
+
+@contextmanager
+def _adding(layer: DreamerLayer) -> Iterator[dict[str, list[Tensor]]]:
+    """Within the block: for each depth what both branches add to the stream they leave, [N]."""
+    shares: dict[str, list[Tensor]] = {name: [] for name in POOLS}
+    sizes: dict[str, Tensor] = {}
+
+    def listen(name: str) -> Any:
+        def note(_: Any, __: Any, added_BTC: Tensor) -> None:
+            sizes[name] = _lengths(added_BTC)
+
+        return getattr(layer, name).register_forward_hook(note)
+
+    def divide(_: Any, __: Any, left: tuple[Tensor, Any]) -> None:
+        for name in POOLS:
+            shares[name].append(sizes[name] / _lengths(left[0]))
+
+    with ExitStack() as stack:
+        for handle in (*map(listen, POOLS), layer.register_forward_hook(divide)):
+            stack.callback(handle.remove)
+        yield shares
+
+
+def _lengths(x_BTC: Tensor) -> Tensor:
+    return x_BTC.flatten(0, 1).float().norm(dim=-1).clamp(min=1e-12)
 
 
 def _run(model: LT2ForCausalLM, batch: Batch) -> tuple[tuple[Routes, Routes], ...]:

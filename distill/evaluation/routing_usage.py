@@ -25,12 +25,13 @@ class Usage:
 
     Attributes:
         chosen_DE: how many tokens chose an entry at a depth.
-        weight_DE: the weights that they gave it, summed.
+        effect_DE: what it did for them, summed: its routing weight, times what the branch added to
+            the token's stream, as a share of the stream's length.
         tokens: how many tokens there were at each depth.
     """
 
     chosen_DE: Tensor
-    weight_DE: Tensor
+    effect_DE: Tensor
     tokens: int = 0
 
     @classmethod
@@ -39,13 +40,13 @@ class Usage:
         zeros = torch.zeros(depths, entries, dtype=torch.float64)
         return cls(zeros, zeros.clone())
 
-    def add(self, depth: int, ids_NK: Tensor, weights_NK: Tensor) -> None:
+    def add(self, depth: int, ids_NK: Tensor, effects_NK: Tensor) -> None:
         """Count the choices of some tokens at one depth; the first depth counts the tokens."""
         entries = self.chosen_DE.shape[1]
         ids = ids_NK.flatten().cpu()
-        weights = weights_NK.detach().flatten().double().cpu()
+        effects = effects_NK.detach().flatten().double().cpu()
         self.chosen_DE[depth] += torch.bincount(ids, minlength=entries)
-        self.weight_DE[depth] += torch.bincount(ids, weights, minlength=entries)
+        self.effect_DE[depth] += torch.bincount(ids, effects, minlength=entries)
         self.tokens += len(ids_NK) if depth == 0 else 0
 
     @property

@@ -19,17 +19,17 @@ def whole(size: int) -> Cut:
 
 
 def test_the_least_used_leave() -> None:
-    weight_DE = torch.tensor([[5.0, 0.0, 1.0, 2.0], [0.0, 0.5, 1.0, 2.0]])
-    cut = choose(weight_DE, torch.eye(4), 2)
+    effect_DE = torch.tensor([[5.0, 0.0, 1.0, 2.0], [0.0, 0.5, 1.0, 2.0]])
+    cut = choose(effect_DE, torch.eye(4), 2)
     assert cut == Cut(((0,), (3,)), ((1.0,), (1.0,)))
 
 
 def test_others_enter_the_entry_most_like_them() -> None:
     # 1 serves 3's depth; 2 serves both alike, and its parameters are those of 0.
-    weight_DE = torch.tensor([[6.0, 0.0, 0.5, 0.0], [0.0, 1.0, 0.5, 3.0]])
+    effect_DE = torch.tensor([[6.0, 0.0, 0.5, 0.0], [0.0, 1.0, 0.5, 3.0]])
     alike = torch.eye(4)
     alike[2, 0] = alike[0, 2] = 0.9
-    cut = choose(weight_DE, alike, 2, "merge")
+    cut = choose(effect_DE, alike, 2, "merge")
     assert cut.groups == ((0, 2), (3, 1))
     assert cut.shares == ((pytest.approx(6 / 7), pytest.approx(1 / 7)), (0.75, 0.25))
     unused = choose(torch.zeros(2, 2), torch.eye(2), 1, "merge")

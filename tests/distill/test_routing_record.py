@@ -23,9 +23,29 @@ def test_tokens_that_are_no_padding_are_counted_once_a_choice() -> None:
     for name, choices in (("attention", 2), ("experts", 3)):
         assert usage[name].tokens == 2 * KEPT
         assert usage[name].chosen_DE.sum(1).tolist() == [2 * KEPT * choices] * 3
-    # The weights of a token's experts sum to the slices of one MLP, those of entries to 1.
-    assert usage["attention"].weight_DE.sum(1).tolist() == pytest.approx([2 * KEPT] * 3)
-    assert usage["experts"].weight_DE.sum(1).tolist() == pytest.approx([4 * KEPT] * 3)
+
+
+def test_effects_are_shares_of_the_stream() -> None:
+    """The weights of a token's experts sum to the slices of one MLP, those of entries to 1."""
+    model = released(slices=2, top_experts=3)
+    layer, wanted = model.model.dreamer, {"attention": [], "experts": []}
+    usage = pool_usage(model, [BATCH])
+    added: dict[str, torch.Tensor] = {}
+    layer.attention.register_forward_hook(lambda _, __, y: added.update(attention=y))
+    layer.experts.register_forward_hook(lambda _, __, y: added.update(experts=y))
+
+    def note(_: Any, __: Any, left: Any) -> None:
+        for name, slices in (("attention", 1), ("experts", 2)):
+            share_BT = added[name].norm(dim=-1) / left[0].norm(dim=-1)
+            wanted[name].append(slices * float(share_BT[BATCH.keep_BT].sum()))
+
+    layer.register_forward_hook(note)
+    with torch.no_grad():
+        model.model(
+            BATCH.input_ids_BT, attention_mask=BATCH.mask_BT, segment_ids=BATCH.segment_ids_BT
+        )
+    for name, sums in wanted.items():
+        assert usage[name].effect_DE.sum(1).tolist() == pytest.approx(sums, rel=1e-4)
 
 
 def test_choices_are_those_of_the_model() -> None:

@@ -42,7 +42,7 @@ def test_loops_use_an_entry_as_often_as_they_run() -> None:
 def test_two_choices_a_token() -> None:
     usage = counted([[[0, 1], [0, 2]], [[1, 2], [1, 2]]], 4)
     assert usage.chosen_DE.tolist() == [[2, 1, 1, 0], [0, 2, 2, 0]]
-    assert usage.weight_DE.tolist() == [[1, 0.5, 0.5, 0], [0, 1, 1, 0]]
+    assert usage.effect_DE.tolist() == [[1, 0.5, 0.5, 0], [0, 1, 1, 0]]
     entropy = 0.5 * math.log(2) + 2 * 0.25 * math.log(4)
     assert usage.effective_D() == pytest.approx([math.exp(entropy), 2.0])
     assert usage.to_dict()["load"] == [[1, 0.5, 0.5, 0], [0, 1, 1, 0]]

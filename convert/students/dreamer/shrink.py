@@ -49,28 +49,28 @@ def pool_sizes(config: DreamerConfig, layers: int, share: float) -> tuple[int, i
     return min(entries, config.entries), min(mlps * config.slices, config.experts)
 
 
-def choose(weight_DE: Tensor, likeness_EE: Tensor, keep: int, how: How = "drop") -> Cut:
-    """Keep the ``keep`` entries with most weight; of equal ones the earlier.
+def choose(effect_DE: Tensor, likeness_EE: Tensor, keep: int, how: How = "drop") -> Cut:
+    """Keep the ``keep`` entries with most effect; of equal ones the earlier.
 
     Args:
-        weight_DE: routing weights that tokens gave to each entry at each depth, summed.
+        effect_DE: what each entry did at each depth, see ``Usage``.
         likeness_EE: how alike parameters are, see ``likeness``. To it the likeness of use is added:
             entries that serve the same depths do similar work.
-        how: the others leave, or enter the mean of the entry most like them, each with its weight.
+        how: the others leave, or enter the mean of the entry most like them, each with its effect.
     """
-    weight_E = weight_DE.sum(0)
-    ranked = weight_E.argsort(descending=True, stable=True).tolist()
+    effect_E = effect_DE.sum(0)
+    ranked = effect_E.argsort(descending=True, stable=True).tolist()
     kept, others = sorted(ranked[:keep]), ranked[keep:]
     groups = {entry: [entry] for entry in kept}
     if how == "merge":
-        use_DE = nn.functional.normalize(weight_DE, dim=0)
+        use_DE = nn.functional.normalize(effect_DE, dim=0)
         alike_EE = likeness_EE.to(use_DE) + use_DE.T @ use_DE
         for entry in others:
             nearest = kept[int(alike_EE[entry, kept].argmax())]
             groups[nearest].append(entry)
     return Cut(
         tuple(tuple(groups[entry]) for entry in kept),
-        tuple(tuple(_shares(weight_E[groups[entry]])) for entry in kept),
+        tuple(tuple(_shares(effect_E[groups[entry]])) for entry in kept),
     )
 
 
