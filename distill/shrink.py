@@ -1,7 +1,7 @@
 """Stage `shrink`: the pools of a Dreamer get smaller step by step, and what is left learns again.
 
-Before each step the use of all entries is measured on training rows; what is used least leaves or
-is merged (``dreamer.shrink``). Each step then trains as the stage `logits` does, on rows and a
+Before each step all entries are judged on training rows; those that are worth least leave or are
+merged (``dreamer.shrink``). Each step then trains as the stage `logits` does, on rows and a
 learning rate of its own, in a folder of its own: a killed run goes through finished steps at once.
 """
 
@@ -14,6 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from ltconvert.convert.students.dreamer.router import Router
 from ltconvert.convert.students.dreamer.shrink import (
     Cut,
     choose,
@@ -24,7 +27,8 @@ from ltconvert.convert.students.dreamer.shrink import (
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill import logits
 from ltconvert.distill.data import Batch
-from ltconvert.distill.evaluation.routing_record import pool_usage
+from ltconvert.distill.evaluation.routing_record import POOLS, pool_usage
+from ltconvert.distill.pool_damage import pool_damage
 from ltconvert.distill.processes import is_main_process, wait_for_everyone
 from ltconvert.distill.records import write_json
 from ltconvert.distill.stage import StageInputs, StageResult
@@ -68,14 +72,8 @@ def cut_to(
     assert layer is not None, "not a Dreamer"
     path = folder / CUT_FILE
     if is_main_process() and not path.exists():
-        usage = pool_usage(student, _rows(inputs, settings), precision=inputs.precision)
-        sizes = pool_sizes(layer.config, student.config.num_layers, share)
-        how = inputs.recipe.student.pool_cut
         cuts = {
-            name: asdict(choose(of_pool.effect_DE, likeness(pool).cpu(), keep, how))
-            for (name, of_pool), pool, keep in zip(
-                usage.items(), (layer.attention, layer.experts), sizes, strict=True
-            )
+            name: asdict(cut) for name, cut in _choose(student, share, inputs, settings).items()
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, cuts)
@@ -89,14 +87,57 @@ def cut_to(
     )
 
 
+def _choose(
+    student: LT2ForCausalLM, share: float, inputs: StageInputs, settings: ShrinkSettings
+) -> dict[str, Cut]:
+    """What leaves each pool."""
+    layer, recipe = student.model.dreamer, inputs.recipe.student
+    used = pool_usage(
+        student, _rows(inputs, settings, settings.usage_tokens), precision=inputs.precision
+    )
+    sizes = pool_sizes(layer.config, student.config.num_layers, share)
+    parts = (
+        (layer.attention, layer.attention_router, sizes[0]),
+        (layer.experts, layer.expert_router, sizes[1]),
+    )
+    return {
+        name: choose(
+            used[name].effect_DE,
+            likeness(pool).cpu(),
+            keep,
+            recipe.pool_cut,
+            _damage(student, router, keep, inputs, settings),
+        )
+        for name, (pool, router, keep) in zip(POOLS, parts, strict=True)
+    }
+
+
+def _damage(
+    student: LT2ForCausalLM,
+    router: Router,
+    keep: int,
+    inputs: StageInputs,
+    settings: ShrinkSettings,
+) -> Tensor | None:
+    """What a pool's entries are worth; None where nothing leaves, or use decides."""
+    entries = len(router.balance)
+    if inputs.recipe.student.pool_rank == "use" or keep == entries:
+        return None
+    rows = list(_rows(inputs, settings, settings.damage_tokens))
+    with inputs.log.bar("damage of entries", entries * len(rows), "passes") as bar:
+        return pool_damage(student, router, rows, precision=inputs.precision, done=bar.advance)
+
+
 def _cut(noted: dict[str, Any]) -> Cut:
     return Cut(*(tuple(map(tuple, noted[name])) for name in ("groups", "shares")))
 
 
-def _rows(inputs: StageInputs, settings: ShrinkSettings) -> Iterator[Batch]:
-    """The first training rows, of all processes."""
-    batch = settings.rows_at_once * settings.seq_len_tokens
-    return islice(inputs.stream(settings, own=False), -(-settings.usage_tokens // batch))
+def _rows(inputs: StageInputs, settings: ShrinkSettings, tokens: int) -> Iterator[Batch]:
+    """The first training rows, of all processes, no longer than they need to be."""
+    length = min(settings.seq_len_tokens, tokens)
+    rows = max(1, min(settings.rows_at_once, tokens // length))
+    own = settings.model_copy(update={"seq_len_tokens": length, "micro_batch_rows": rows})
+    return islice(inputs.stream(own, own=False), -(-tokens // (rows * length)))
 
 
 def _sizes(student: LT2ForCausalLM) -> dict[str, int]:

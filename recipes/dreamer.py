@@ -47,8 +47,13 @@ class DreamerSettings(Settings):
     )
     pool_cut: Literal["drop", "merge"] = Field(
         "drop",
-        description="`dreamer`: entries that do least for tokens leave a pool, or enter the"
-        " mean of the entry most like them",
+        description="`dreamer`: entries that are worth least leave a pool, or enter the mean of the"
+        " entry most like them",
+    )
+    pool_rank: Literal["damage", "use"] = Field(
+        "damage",
+        description="`dreamer`: what an entry is worth: the KL that doing without it costs (a"
+        " forward pass each), or what it adds to the stream",
     )
 
     @field_validator("pool_schedule")

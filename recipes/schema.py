@@ -451,6 +451,9 @@ class ShrinkSettings(LogitsSettings):
     usage_tokens: int = Field(
         65_536, gt=0, description="training tokens on which use is measured before each step"
     )
+    damage_tokens: int = Field(
+        8192, gt=0, description="with `student.pool_rank` damage: tokens on which that is measured"
+    )
     loop_warmup_share: float = Field(0.0, ge=0, le=1)
     depth_warmup_share: float = Field(0.0, ge=0, le=1)
     release_share: float = Field(0.0, ge=0, le=1)

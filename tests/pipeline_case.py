@@ -49,7 +49,7 @@ def make_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
         "align": train,
         "select": {"method": "kl-fast", "eval_tokens": 128, "seq_len_tokens": 32},
         "logits": train | {"lr": 1e-3, "mixer_lr": 3e-3},
-        "shrink": train | {"usage_tokens": 64, "lr": 1e-3, "mixer_lr": 3e-3},
+        "shrink": train | {"usage_tokens": 64, "damage_tokens": 32, "lr": 1e-3, "mixer_lr": 3e-3},
         "longctx": train | {"seq_len_tokens": 64, "lr": 1e-3, "mixer_lr": 1e-3},
         "eval": {"heldout_tokens": 256, "heldout_seq_len_tokens": 64},
     }

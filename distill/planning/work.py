@@ -20,7 +20,7 @@ from ltconvert.distill.selection.cost import most_cost
 from ltconvert.distill.selection.result import Cost
 from ltconvert.distill.selection.short_training import gate_settings, short_settings
 from ltconvert.kernels.chunkwise.spans import CHUNK_TOKENS
-from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe, ShrinkSettings
+from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe
 
 # Share of a large matrix product's speed that a model is taken to reach; recurrences, norms and
 # small products take the rest. Assumed, not measured: `plan(tokens_per_second=...)` takes a speed
@@ -70,17 +70,24 @@ def stage_work(stage: str, recipe: Recipe, models: Models) -> Work:
     if stage == "select":
         return _select(recipe, models)
     if stage == "shrink" and models.pools:
-        return _shrink(recipe.shrink, models)
+        return _shrink(recipe, models)
     return _train(getattr(recipe, stage), models, models.trained_in(stage))
 
 
-def _shrink(settings: ShrinkSettings, models: Models) -> Work:
-    """All steps; measuring use is a forward pass of the student before each."""
+def _shrink(recipe: Recipe, models: Models) -> Work:
+    """All steps; before each a pass that measures use, and one without each entry."""
+    settings = recipe.shrink
     one = settings.of_one_step(len(models.pools))
     works = [_train(one, models, pool.facts) for pool in models.pools]
     before = [models.hybrid, *(pool.facts for pool in models.pools[:-1])]
-    length, tokens = settings.seq_len_tokens, settings.usage_tokens
-    used = sum(tokens * forward_flops(x, models.spec, length, head=False) for x in before)
+    length = settings.seq_len_tokens
+    passes = [forward_flops(x, models.spec, length) for x in before]
+    used = settings.usage_tokens * sum(passes)
+    if recipe.student.pool_rank == "damage":
+        entries = [models.spec.num_layers * (1 + recipe.student.slices)]
+        entries += [pool.entries + pool.experts for pool in models.pools[:-1]]
+        judged = zip(entries, passes, strict=True)
+        used += settings.damage_tokens * sum(count * one for count, one in judged)
     return Work(
         sum(work.tokens for work in works),
         sum(work.steps for work in works),

@@ -49,17 +49,24 @@ def pool_sizes(config: DreamerConfig, layers: int, share: float) -> tuple[int, i
     return min(entries, config.entries), min(mlps * config.slices, config.experts)
 
 
-def choose(effect_DE: Tensor, likeness_EE: Tensor, keep: int, how: How = "drop") -> Cut:
-    """Keep the ``keep`` entries with most effect; of equal ones the earlier.
+def choose(
+    effect_DE: Tensor,
+    likeness_EE: Tensor,
+    keep: int,
+    how: How = "drop",
+    worth_E: Tensor | None = None,
+) -> Cut:
+    """Keep the ``keep`` entries that are worth most; of equal ones the earlier.
 
     Args:
         effect_DE: what each entry did at each depth, see ``Usage``.
         likeness_EE: how alike parameters are, see ``likeness``. To it the likeness of use is added:
             entries that serve the same depths do similar work.
         how: the others leave, or enter the mean of the entry most like them, each with its effect.
+        worth_E: of each entry; default: its effect, all depths together.
     """
     effect_E = effect_DE.sum(0)
-    ranked = effect_E.argsort(descending=True, stable=True).tolist()
+    ranked = (effect_E if worth_E is None else worth_E).argsort(descending=True, stable=True).tolist()
     kept, others = sorted(ranked[:keep]), ranked[keep:]
     groups = {entry: [entry] for entry in kept}
     if how == "merge":
