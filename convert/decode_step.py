@@ -35,6 +35,7 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.merge import in_loop
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import StaticKeys, StaticKeysAndState
+from ltconvert.errors import UserError
 from ltconvert.kernels.decode_linear import decode_linear
 from ltconvert.kernels.overlap import overlapping
 
@@ -139,7 +140,7 @@ def _layer_steps(model: LT2ForCausalLM) -> list[LayerStep]:
     """
     inner = model.model
     if inner.dreamer is not None:
-        raise ValueError("a Dreamer has no one-token step; use the model's own generate()")
+        raise UserError("a Dreamer has no one-token step; use the model's own generate()")
     steps: dict[tuple[int, int], LayerStep] = {}
     found = []
     for visit in inner.schedule:

@@ -56,7 +56,7 @@ def _full_layers(num_layers: int, settings: StudentSettings) -> list[int]:
 def random_model(
     config: LT2Config, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> LT2ForCausalLM:
-    """A model of new weights, frozen and in eval mode."""
+    """A model of new weights, frozen and in eval mode; the routing of a Dreamer is released."""
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # never twice the size for a moment
@@ -65,4 +65,6 @@ def random_model(
             model: Any = LT2ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
+    if model.model.dreamer is not None:
+        model.model.dreamer.set_release(1.0)
     return model.to(dtype).requires_grad_(False).eval()

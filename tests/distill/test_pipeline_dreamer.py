@@ -14,10 +14,12 @@ from pipeline_case import convert, make_case
 from ltconvert import recipes
 from ltconvert.convert.checkpoint import load_student
 from ltconvert.convert.students.dreamer.router import Routes
-from ltconvert.convert.students.lt2 import LT2ForCausalLM
+from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher, load_teacher
 from ltconvert.convert.transfer import build_student, student_options
 from ltconvert.distill.data import Batch
+from ltconvert.distill.evaluation.decode_bench import bench
+from ltconvert.distill.evaluation.decode_models import random_model
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.distill.report import summary
 from ltconvert.distill.reporting.run_folder import read_run
@@ -166,3 +168,17 @@ def test_the_report_names_pools_in_place_of_layers(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     wanted = "uses 2 of 7 attention projections and 3 of 14 experts"
     assert wanted in summary(run)[0] and wanted in layers(run).text[0]
+
+
+def test_its_decoding_is_timed_released_and_without_the_fast_decoder() -> None:
+    _, student = dreamer(tiny_spec())
+    configs = {"teacher": LT2Config.from_spec(tiny_spec()), "student": student.config}
+    cpu = {"device": torch.device("cpu"), "dtype": torch.float32, "steps": 1}
+    rows = list(bench(configs, [8], [1], **cpu))
+    assert [(row["model"], row["path"]) for row in rows] == [
+        ("teacher", "fast"),
+        ("student", "plain"),
+    ]
+    assert all(row["ms_per_step"] > 0 for row in rows)
+    random = random_model(student.config, torch.device("cpu"), torch.float32)
+    assert random.model.dreamer.released() == 1.0
