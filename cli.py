@@ -83,7 +83,7 @@ def distill(
     overrides: Overrides = None,
     revision: Revision = None,
 ) -> None:
-    """Convert a teacher: align, select, logits, longctx, evaluation, report. Resumes by itself."""
+    """Convert a teacher: all stages of its recipe, evaluation, report. Resumes by itself."""
     from ltconvert import cli_run
 
     resolved = _recipe(recipe, budget, data, overrides)

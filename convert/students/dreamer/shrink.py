@@ -66,7 +66,8 @@ def choose(
         worth_E: of each entry; default: its effect, all depths together.
     """
     effect_E = effect_DE.sum(0)
-    ranked = (effect_E if worth_E is None else worth_E).argsort(descending=True, stable=True).tolist()
+    worth_E = effect_E if worth_E is None else worth_E
+    ranked = worth_E.argsort(descending=True, stable=True).tolist()
     kept, others = sorted(ranked[:keep]), ranked[keep:]
     groups = {entry: [entry] for entry in kept}
     if how == "merge":
