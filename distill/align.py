@@ -106,6 +106,7 @@ class AlignObjective:
                 h_BTC, x_BTC, y_BTC = self._show(layer, state.h_BTC, here)
                 state = model.leave(step, state.with_stream(h_BTC))
             own = pupil.layers[step.layer]
+            here = pupil.context_of(step, context)
             error, choice = self._error(own, x_BTC, y_BTC, here, batch.mask_BT)
             loss = error / self.num_visits
             if choice is not None:

@@ -143,6 +143,10 @@ class Attention(Projections):
             o_BTM = o_BTM * (2.0 * torch.sigmoid(self.gate_proj(x_BTC)))
         return self.o_proj(o_BTM, context.loop)
 
+    def window_in(self, loop: int) -> int | None:
+        """Tokens that a query sees in one loop, itself counted; None for all."""
+        return self.window
+
     def take_in(
         self, kept: Sequence[Tensor], context: SequenceContext, cache_layer: CacheLayerMixin
     ) -> None:
@@ -154,13 +158,14 @@ class Attention(Projections):
     ) -> Tensor:
         """softmax(q.k) v for every query, [B, H, T, D]."""
         spec = self.spec
-        if (blocks := context.block_mask(self.window)) is not None:
+        window = self.window_in(context.loop)
+        if (blocks := context.block_mask(window)) is not None:
             return flex(
                 q_BHTD, k_BGSD, v_BGSD, blocks, spec.attention_scale, spec.attention_softcap
             )
         group = self.num_heads // self.num_key_value_heads
         k_BHSD, v_BHSD = (y.repeat_interleave(group, dim=1) for y in (k_BGSD, v_BGSD))
-        mask = context.attention_mask(self.window, k_BHSD.shape[2])
+        mask = context.attention_mask(window, k_BHSD.shape[2])
         scale = spec.attention_scale
         if spec.attention_softcap is None:
             return F.scaled_dot_product_attention(
@@ -193,9 +198,21 @@ class Attention(Projections):
 
 
 class WindowAttention(Attention):
-    """Softmax attention over the last ``window`` tokens (the token itself counted)."""
+    """Softmax attention over the last tokens, the token itself counted.
+
+    Args:
+        windows: how many, one for all loops or one a loop.
+    """
 
     kind = "window"
+
+    def __init__(self, spec: TeacherSpec, layer: int, *, windows: Sequence[int]) -> None:
+        super().__init__(spec, layer, window=max(windows), sdpa_gate=False)
+        self.windows = tuple(windows)
+
+    def window_in(self, loop: int) -> int:
+        """See ``Attention``."""
+        return self.windows[0] if len(self.windows) == 1 else self.windows[loop]
 
 
 def exact_scores(q: Tensor, k: Tensor, scale: float, cap: float | None) -> Tensor:

@@ -129,7 +129,7 @@ class LT2Model(LT2PreTrainedModel):
 
     def new_cache(self, loop_cache: str | None = None) -> LoopCache:
         """An empty cache with a slot for every visit; ``last`` see ``shared_cache``."""
-        windows = [self.config.window(step.layer) for step in self.schedule]
+        windows = [self.config.window(step.layer, step.loop) for step in self.schedule]
         return LoopCache(self.config.layer_types, windows, owners(self.config, loop_cache))
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -188,8 +188,8 @@ class LT2Model(LT2PreTrainedModel):
 
     def windows(self) -> set[int | None]:
         """Windows of the softmax attention there is, None the whole row."""
-        mixers = [layer.mixer for layer in self.layers]
-        return {mixer.window for mixer in mixers if isinstance(mixer, Attention)}
+        visits = [(self.layers[step.layer].mixer, step.loop) for step in self.schedule]
+        return {mixer.window_in(loop) for mixer, loop in visits if isinstance(mixer, Attention)}
 
     def start(self, h_BTC: Tensor) -> LoopState:
         """The state before the first visit."""
@@ -225,9 +225,10 @@ class LT2Model(LT2PreTrainedModel):
         return self.leave(step, state.with_stream(h_BTC))
 
     def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
-        """What a visit reads: the loop is said where it has tensors of its own."""
+        """What a visit reads: the loop is said where it has tensors or windows of its own."""
         loops, _ = self.spec.own_tensors(step.layer)
-        return context.at(step.loop if loops > 1 else 0)
+        differs = loops > 1 or not isinstance(self.config.window_tokens, int)
+        return context.at(step.loop if differs else 0)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         """A function of a layer, its activations made again for the backward pass if asked for."""

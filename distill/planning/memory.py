@@ -213,10 +213,11 @@ def saved_bytes(
     width = spec.num_attention_heads * spec.head_dim
     total = (heads + _SAVED_BESIDE_GDN.get(layer.mixer, 0)) * width
     if layer.mixer == "gdn_window":
-        assert layer.window is not None
+        window = layer.windows[0]
+        assert window is not None
         total += _SAVED_WINDOW[precision] * width
         if scores:
-            total += _SAVED_SCORE * layer.window * spec.num_attention_heads
+            total += _SAVED_SCORE * window * spec.num_attention_heads
     if spec.qk_norm is not None:
         total += _SAVED_QK_NORM * width
     _, rank = spec.own_tensors(layer.layer)

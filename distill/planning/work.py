@@ -179,10 +179,10 @@ def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) 
         flops += width * (within * CHUNK_TOKENS + 2 * across * spec.head_dim)
     if not MIXERS[facts.mixer].keeps_keys:
         return flops
-    limits = [x for x in (facts.window, facts.attended) if x is not None]
-    return (
-        flops + 4 * width * min([length / 2, *limits]) + _choosing_flops(model, spec, layer, length)
-    )
+    limits = [length / 2, *([] if facts.attended is None else [facts.attended])]
+    seen = [min(limits) if w is None else min(*limits, w) for w in facts.windows]
+    tokens = sum(seen) / facts.visits
+    return flops + 4 * width * tokens + _choosing_flops(model, spec, layer, length)
 
 
 def _choosing_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) -> float:

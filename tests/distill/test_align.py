@@ -26,12 +26,12 @@ def packed(rows: int = 2, length: int = 23, padding: int = 0) -> Batch:
 
 
 def pair(
-    family: str, mixers: list[str] | None = None, **changes: object
+    family: str, mixers: list[str] | None = None, windows: int | list[int] = 5, **changes: object
 ) -> tuple[LT2ForCausalLM, LT2ForCausalLM]:
     """A random teacher and a student that shares its tensors, its mixers scattered."""
     teacher = tiny_model(tiny_spec(family, **changes)).requires_grad_(False)
     mixers = mixers or ["gdn"] * len(teacher.model.layers)
-    student = build_student(teacher, mixers, {"window_tokens": 5}, share=True)
+    student = build_student(teacher, mixers, {"window_tokens": windows}, share=True)
     for seed, layer in enumerate(student.model.layers):
         if layer.mixer.kind != "full":
             scatter(layer.mixer, seed + 1)
@@ -66,13 +66,16 @@ def mixer_gradients(student: LT2ForCausalLM) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in student.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "tied"])
+@pytest.mark.parametrize("family", [*FAMILIES, "tied", "widening"])
 @pytest.mark.parametrize(
     "mixers", [["gdn"] * 3, ["window"] * 3, ["kda", "mamba2", "retnet"]], ids="-".join
 )
 def test_local_backwards_equal_one_global_loss(family: str, mixers: list[str]) -> None:
-    tied = {"family": "qwen2", "num_loops": 3, "tied_rank": 2} if family == "tied" else {}
-    teacher, student = pair(**({"family": family, "mixers": mixers} | tied))
+    changes = {
+        "tied": {"family": "qwen2", "num_loops": 3, "tied_rank": 2},
+        "widening": {"family": "ouro", "windows": [1, 3, 5, 20]},
+    }.get(family, {})
+    teacher, student = pair(**({"family": family, "mixers": mixers} | changes))
     batch = packed(padding=4)
     objective = AlignObjective(teacher, student)
     parts: list[Tensor] = []
