@@ -64,6 +64,17 @@ _DIFFERENCES: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(_DIFFERENCES)
+_DIFFERENCES["huginn"] = {  # beside the others: two of three layers do not loop
+    "norm_layout": "outer",
+    "loop_norm": "core",
+    "initial_state_std": 0.1,
+    "embedding_scale": 32**0.5,
+    "qkv_bias": True,
+    "num_loops": 3,
+    "prelude_layers": 1,
+    "coda_layers": 1,
+    "tie_word_embeddings": True,
+}
 
 
 def tiny_spec(family: str = "llama", **changes: Any) -> TeacherSpec:

@@ -32,12 +32,14 @@ class LoopState:
     Attributes:
         h_BTC: the residual stream.
         loop_in_BTC: the residual stream at the start of the current loop (for the loop residual).
+        prelude_BTC: the prelude's output, where every loop reads it.
         loop_states: the normed stream [B, T, C] after each finished loop.
         choice_losses: of the visits that gave one, see ``Projections.forward_with_loss``.
     """
 
     h_BTC: Tensor
     loop_in_BTC: Tensor
+    prelude_BTC: Tensor | None = None
     loop_states: tuple[Tensor, ...] = ()
     choice_losses: tuple[Tensor, ...] = ()
 

@@ -29,6 +29,7 @@ from ltconvert.convert.students.blocks import (
 )
 from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.exits import leaving, run_until_exit
+from ltconvert.convert.students.injection import Injection
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
 from ltconvert.convert.students.shared_cache import owners
@@ -98,6 +99,7 @@ class LT2Model(LT2PreTrainedModel):
             for layer, kind in enumerate(config.mixers)
         )
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
+        self.injection = Injection(spec) if spec.initial_state_std is not None else None
         self.exit_gate = nn.Linear(spec.hidden_size, 1) if spec.exit_gate else None
         self.loop_residual = (
             nn.Parameter(torch.zeros(spec.num_loops, spec.hidden_size))
@@ -213,7 +215,7 @@ class LT2Model(LT2PreTrainedModel):
         self, step: Step, state: LoopState, context: SequenceContext, cache: LoopCache | None = None
     ) -> LoopState:
         """One visit of one layer, with what opens and closes its loop."""
-        state = self.enter(step, state)
+        state = self.enter(step, state, context)
         layer, context = self.layers[step.layer], self.context_of(step, context)
         if cache is not None:
             h_BTC = layer(state.h_BTC, context, cache.layers[step.slot])
@@ -236,21 +238,23 @@ class LT2Model(LT2PreTrainedModel):
             return checkpoint(function, *arguments, use_reentrant=False)
         return function(*arguments)
 
-    def enter(self, step: Step, state: LoopState) -> LoopState:
-        """Remember the stream at the start of a loop."""
+    def enter(self, step: Step, state: LoopState, context: SequenceContext) -> LoopState:
+        """Remember the stream at the start of a loop, the prelude's output added where it is."""
         if not step.opens_loop:
             return state
+        if self.injection is not None:
+            state = self.injection.enter(step, state, context.positions_BT)
         return replace(state, loop_in_BTC=state.h_BTC)
 
     def leave(self, step: Step, state: LoopState) -> LoopState:
-        """Close a loop: loop residual, then the norm, which ``loop_norm="every"`` goes on from."""
+        """Close a loop: loop residual, then the norm, which ``spec.loop_norm`` may go on from."""
         if not step.closes_loop:
             return state
         h_BTC = state.h_BTC
         if self.loop_residual is not None:
             h_BTC = h_BTC + self.loop_residual[step.loop].to(h_BTC.dtype) * state.loop_in_BTC
         normed_BTC = self.norm(h_BTC)
-        if self.spec.loop_norm == "every":
+        if self.spec.norm_closes(step.loop):
             h_BTC = normed_BTC
         return replace(state, h_BTC=h_BTC, loop_states=(*state.loop_states, normed_BTC))
 

@@ -225,7 +225,7 @@ def saved_bytes(
     total += _SAVED_CORRECTION[precision] * rank * matrices
     if not mlp:
         return total + 12 * spec.hidden_size
-    if spec.norm_layout == "sandwich":
+    if spec.norm_layout in ("sandwich", "outer"):
         hidden += _SAVED_SANDWICH
     return total + hidden * spec.hidden_size + intermediate * spec.intermediate_size
 

@@ -167,6 +167,8 @@ def forward_flops(model: ModelFacts, spec: TeacherSpec, length: int, *, head: bo
         used, used_by_mixer = layer.visited
         mlp = 2 * (used - used_by_mixer)
         total += layer.visits * (mlp + _mixer_flops(model, spec, layer.layer, length))
+    if spec.initial_state_std is not None:  # the prelude's output, put in by every loop
+        total += spec.num_loops * 2 * 2 * spec.hidden_size**2
     return total + (_head_flops(spec) if head else 0.0)
 
 

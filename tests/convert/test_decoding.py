@@ -57,7 +57,7 @@ def decoder_of(model: LT2ForCausalLM, **options: Any) -> Decoder:
 
 
 @pytest.mark.parametrize("mixers", list(MIXERS))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "huginn"])
 def test_greedy_tokens_are_those_of_generate(family: str, mixers: str) -> None:
     model = model_of(family, mixers)
     expected = plain(model, prompts())
@@ -92,7 +92,7 @@ def test_every_option_of_a_student(family: str, mixers: str, options: dict[str, 
 
 
 @pytest.mark.parametrize("mixers", list(MIXERS))
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3", "olmo2", "ouro"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3", "olmo2", "ouro", "huginn"])
 def test_every_step_has_the_logits_of_an_uncached_pass(family: str, mixers: str) -> None:
     """In fp64, so that rounding hides nothing; RoPE tables are fp32."""
     model = model_of(family, mixers, sdpa_gate=True, loop_residual=True).double()
@@ -311,7 +311,7 @@ def test_steps_in_bf16_are_as_right_as_forward_passes(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mixers", list(MIXERS))
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2", "ouro"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2", "ouro", "huginn"])
 def test_a_cuda_graph_gives_the_tokens_of_single_launches(
     family: str, mixers: str, dtype: torch.dtype
 ) -> None:

@@ -82,16 +82,19 @@ def test_cached_padded_and_packed_rows_are_the_plain_ones(options: dict[str, Any
         torch.testing.assert_close(packed[:, start:stop], alone, **NEAR)
 
 
+@pytest.mark.parametrize("threshold", [None, 0.6])
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_the_decoder_and_a_reloaded_model_generate_the_same(
-    options: dict[str, Any], tmp_path: Path
+    options: dict[str, Any], threshold: float | None, tmp_path: Path
 ) -> None:
     model, ids = student(**options), tokens(2, 6)
-    expected = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[:, 6:]
+    given = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, exit_threshold=threshold, **given)[:, 6:]
     save_student(model, None, tmp_path / "student", {})
     again = load_student(tmp_path / "student", dtype=torch.float64)
     assert again.config.window_tokens == WINDOWS
-    assert torch.equal(Decoder(again, 2, 18).generate(ids, max_new_tokens=12), expected)
+    decoder = Decoder(again, 2, 18, exit_threshold=threshold)
+    assert torch.equal(decoder.generate(ids, max_new_tokens=12), expected)
 
 
 def test_caches_are_as_large_as_the_window_of_their_visit() -> None:

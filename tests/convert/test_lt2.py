@@ -31,6 +31,7 @@ CASES = [(family, name) for family in FAMILIES for name in MIXERS]
 # Loops with norms, biases and corrections of rank 3 of their own.
 CASES += [(family, f"{name} tied") for family in FAMILIES for name in ("full", "hybrid")]
 CASES += [("qwen2", f"{name} tied") for name in ("gdn_window", "delta", "decay", "dsa", "nsa")]
+CASES += [("huginn", name) for name in ("full", "hybrid", "gdn_window", "dsa", "hybrid tied")]
 CASES += [("olmo2", "gdn tied")]  # norms by kv head
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # models run in fp64, RoPE tables are fp32
 
@@ -208,6 +209,7 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(family: str, loops: int)
     ("family", "mixers"),
     [
         *((family, name) for family in FAMILIES for name in ("hybrid", "hybrid tied")),
+        ("huginn", "hybrid"),
         *(("llama", mixers) for mixers in ("delta", "decay")),
         *((family, mixers) for family in ("llama", "ouro") for mixers in ("dsa", "nsa")),
     ],

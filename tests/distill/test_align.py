@@ -96,6 +96,14 @@ def test_local_backwards_equal_one_global_loss(family: str, mixers: list[str]) -
         torch.testing.assert_close(local[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_a_window_over_the_whole_row_has_nothing_to_learn_in_huginn() -> None:
+    teacher = tiny_model(tiny_spec("huginn"))
+    student = build_student(teacher, ["window"] * 3, {"window_tokens": 23}, share=True)
+    objective = AlignObjective(teacher, student)
+    loss = objective.train_step(packed(padding=4), lambda part: None, 0.0)["loss"]
+    assert objective.num_visits == 5 and loss < 1e-9
+
+
 def test_only_mixers_of_converted_layers_train_and_the_rest_is_the_teachers_memory() -> None:
     teacher, student = pair("ouro", ["gdn", "full", "window"])
     objective = AlignObjective(teacher, student)
