@@ -32,10 +32,6 @@ from ltconvert.recipes.schema import LogitsSettings
 MIXERS = ["gdn", "full", "window", "gdn", "gdn_window", "gdn_window", "dsa", "nsa"]
 LINEAR = ["deltanet", "kda", "mamba2", "retnet", "kda", "retnet", "mamba2", "deltanet"]
 FEW = ["full", "gdn_window"]  # every make of layer is a graph, and compiling one is slow
-    "gdn",
-    "full",
-    "gdn_window",
-]  # softmax, a recurrence, both: each makes a graph, which is slow
 SMALL = {"window_tokens": 4, "top_k_tokens": 5, "block_tokens": 2, "chosen_blocks": 2}
 ON = Choice(True, "a test")
 
