@@ -268,7 +268,10 @@ def test_what_does_not_fit_is_one_line(changed: dict[str, Any], message: str) ->
     reason="no GPU, no interpreter",
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("family", "rows"), [("qwen2", 3), ("gemma3", 1), ("olmo2", 3)])
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [("qwen2", 3), ("gemma3", 1), pytest.param("olmo2", 3, marks=pytest.mark.slow)],
+)
 def test_a_step_in_triton_is_that_in_plain_pytorch(family: str, rows: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = {"num_layers": 2, "layer_rope": ("x", None), "layer_windows": (5, None)}

@@ -17,7 +17,7 @@ import torch
 from ltconvert.convert.checkpoint import load_student
 
 # A start a point; within stages, and while files of each kind are put in place.
-POINTS = ["put:checkpoint:2", "put:selection.partial.json:2", "logits:6", "put:student:2"]
+POINTS = ["put:checkpoint:2", "put:selection.partial.json:2", "put:student:2"]
 LOOPED: dict[str, Any] = {
     "student": {
         "loops": 2,
@@ -108,7 +108,7 @@ def _losses(path: Path) -> list[tuple[str, int, float]]:
         ("llama", POINTS, {}),
         (
             "llama",
-            ["loop:4", "align:3"],
+            ["loop:4"],
             LOOPED,
         ),
         pytest.param("llama", MORE_POINTS, {}, marks=pytest.mark.slow),

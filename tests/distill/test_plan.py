@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_model, tiny_spec, tokens
+from helpers import covering, tiny_model, tiny_spec, tokens
 from rich.console import Console
 
 from ltconvert import recipes
@@ -166,11 +166,14 @@ def test_logits_on_a_gpu_are_two_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPa
         assert logits("bf16", "cuda") == logits("bf16", "cpu")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "mixer", ["full", "gdn", "gdn_window", "deltanet", "kda", "mamba2", "retnet", "dsa", "nsa"]
+    ("family", "mixer", "precision"),
+    covering(
+        ["llama", "qwen3", "ouro", "tied"],
+        ["full", "gdn", "gdn_window", "deltanet", "kda", "mamba2", "retnet", "dsa", "nsa"],
+        ["fp32", "bf16"],
+    ),
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3", "ouro", "tied"])
 def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, precision: str) -> None:
     """The growth of saved memory with one more layer and with more tokens."""
 
