@@ -153,7 +153,9 @@ class _Run:
         leaves = [self.sets[0][name] for name in self.case.grads]
         upstream = torch.ones_like(result) if result.dim() == 0 else self._upstream(result)
         with torch.autograd.set_multithreading_enabled(False):  # for `timing.deadline`
-            return torch.autograd.grad(result, leaves, upstream, retain_graph=retain)
+            return torch.autograd.grad(
+                result, leaves, upstream, retain_graph=retain, allow_unused=True
+            )  # a peer may do only a part
 
     def _upstream(self, result: Tensor) -> Tensor:
         """The same random gradient for everyone; made once, so that no clock sees it."""

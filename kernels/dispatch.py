@@ -29,6 +29,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "short_conv": ("reference", "triton"),
     "norm_gate": ("reference", "triton"),
     "window_attention": ("reference", "triton"),
+    "depth_attention": ("reference", "triton"),
     "gdn_step": ("reference", "triton"),
     "decode_attention": ("reference", "triton"),
     "decode_linear": ("reference", "triton"),

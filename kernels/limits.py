@@ -9,6 +9,7 @@ CHUNK_TOKENS = 64
 MOST_WIDTH = 256
 MOST_CHANNEL_WIDTH = 128
 MOST_WINDOW_WIDTH_FP32 = 64  # what shared memory holds
+MOST_SHARED = 32
 MOST_TAPS = 8
 MOST_DECODED_ROWS = 16
 
@@ -55,6 +56,52 @@ def of_window_attention(
         return "it knows no padding"
     if len(made := {x.dtype for x in (q_BTHD, k_BSGD, v_BSGD)}) > 1:
         return f"q, k and v must have one dtype, got {', '.join(sorted(map(str, made)))}"
+    return of_precision(q_BTHD)
+
+
+def of_depth_attention(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    depth_k_BTNGD: Tensor,
+    depth_v_BTNGD: Tensor,
+    keep_BS: Tensor | None,
+    plain: bool,
+) -> str | None:
+    """Those of the depth part, and of what attends to the sequence.
+
+    ``plain``: no documents, padding and soft cap. Padding among the queries' own tokens is taken
+    for documents.
+    """
+    limit = of_depth_only_attention(q_BTHD, depth_k_BTNGD, depth_v_BTNGD)
+    one_dtype = q_BTHD.dtype == k_BSGD.dtype == v_BSGD.dtype
+    if limit is not None or (plain and one_dtype and fused_attention_takes(q_BTHD)):
+        return limit
+    past = k_BSGD.shape[1] > q_BTHD.shape[1]
+    return of_window_attention(q_BTHD, k_BSGD, v_BSGD, keep_BS if past else None)
+
+
+def fused_attention_takes(q_BTHD: Tensor) -> bool:
+    """Whether PyTorch's fused attention runs on such heads, as far as the tensor says."""
+    half = q_BTHD.dtype in (torch.float16, torch.bfloat16)
+    width = q_BTHD.shape[3]
+    nvidia = q_BTHD.device.type == "cuda" and torch.version.hip is None
+    return nvidia and half and width % 8 == 0 and width <= MOST_WIDTH
+
+
+def of_depth_only_attention(
+    q_BTHD: Tensor, depth_k_BTNGD: Tensor, depth_v_BTNGD: Tensor
+) -> str | None:
+    """The same, width, query heads that share keys, and one precision."""
+    heads, width = q_BTHD.shape[2:]
+    if width > MOST_WIDTH:
+        return f"heads are up to {MOST_WIDTH} wide, got {width}"
+    if (shared := heads // depth_k_BTNGD.shape[3]) > MOST_SHARED:
+        return f"up to {MOST_SHARED} query heads share keys, got {shared}"
+    if len(made := {x.dtype for x in (q_BTHD, depth_k_BTNGD, depth_v_BTNGD)}) > 1:
+        return (
+            f"queries and depth keys must have one dtype, got {', '.join(sorted(map(str, made)))}"
+        )
     return of_precision(q_BTHD)
 
 

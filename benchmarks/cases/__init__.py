@@ -9,6 +9,7 @@ OPS = (
     "decode_window",
     "decay_attention",
     "window_attention",
+    "depth_attention",
     "short_conv",
     "norm_gate",
     "sparse_attention",

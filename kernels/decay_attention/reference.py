@@ -114,10 +114,11 @@ class _DecayAttention(torch.autograd.Function):
         ]
         with torch.autocast(q.device.type, enabled=False):
             dstate_RKV = dstate_BHKV.flatten(0, 1)
-            for span in reversed(spans(q, ctx.chunk)):
+            backwards = zip(reversed(spans(q, ctx.chunk)), reversed(incoming), strict=True)
+            for span, states_NRKV in backwards:
                 x = _prepare(q, k, v, log_decay, counts, ctx.scale, ctx.chunk, span)
                 do_NRCV = to_chunks(do_BTHV, span, ctx.chunk, dstate_RKV.dtype)
-                *span_grads, dstate_RKV = _backward_span(x, incoming.pop(), do_NRCV, dstate_RKV)
+                *span_grads, dstate_RKV = _backward_span(x, states_NRKV, do_NRCV, dstate_RKV)
                 span_grads[0] *= ctx.scale
                 for grad, out in zip(span_grads, grads, strict=True):
                     from_chunks(grad, out, span)

@@ -130,11 +130,12 @@ class _DeltaRule(torch.autograd.Function):
         ]
         with torch.autocast(q.device.type, enabled=False):
             dstate_RKV = dstate_BHKV.flatten(0, 1)
-            for span in reversed(spans(q, ctx.options.chunk)):
+            backwards = zip(reversed(spans(q, ctx.options.chunk)), reversed(incoming), strict=True)
+            for span, states_NRKV in backwards:
                 x = prepare(q, k, v, beta, log_decay, counts, ctx.options, span)
                 do_NRCV = to_chunks(do_BTHV, span, ctx.options.chunk, dstate_RKV.dtype)
                 *span_grads, dstate_RKV = _backward_span(
-                    x, incoming.pop(), do_NRCV, dstate_RKV, ctx.options
+                    x, states_NRKV, do_NRCV, dstate_RKV, ctx.options
                 )
                 for grad, out in zip(span_grads, grads, strict=True):
                     from_chunks(grad, out, span)

@@ -16,7 +16,7 @@ from helpers import covering
 from sparse_case import KINDS, Shape, dense, problem
 from torch import Tensor
 
-from ltconvert.kernels import dispatch
+from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.parity import check, judge
 from ltconvert.kernels.sparse_attention import reference, seen, sparse_attention
 from ltconvert.kernels.sparse_attention.bits import pack, union, unpack
@@ -79,6 +79,8 @@ def test_value_and_gradients(
     backend: str, shape: Shape, kind: str, dtype: torch.dtype, soft_cap: float | None
 ) -> None:
     leaves, others, mask = problem(kind, shape, dtype)
+    if backend == "triton" and limits.of_sparse_attention(leaves["q_BHTD"].to(dtype)):
+        pytest.skip("no kernel")
     options = {"scale": 1.5 * shape.width**-0.5, "soft_cap": soft_cap}
     truth = results(leaves, mask, None, torch.float64, **options)
     plain = results(leaves, mask, None, dtype, **options)
