@@ -9,7 +9,7 @@ B rows, C hidden width, R rows of a joined weight, M channels of the heads toget
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_linear import GateActivation, decode_linear
 from ltconvert.kernels.decode_norm import decode_norm
 from ltconvert.kernels.decode_window import decode_window
+
+if TYPE_CHECKING:
+    from ltconvert.convert.decode_depth import DepthNow
 
 _ACTIVATIONS: dict[str, GateActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _PROJECTIONS = (
@@ -43,6 +46,7 @@ class Now(Place):
         outside: by window, whether a token of the row lies before it, [B].
         first: the slot of a cache that has one, [B].
         kept: by layer, the projections of its last visit, [B, R]; None where nobody asks.
+        depth: the token's depth stream; None where no layer reads one.
     """
 
     slots: dict[int, Tensor]
@@ -50,6 +54,7 @@ class Now(Place):
     outside: dict[int, Tensor]
     first: Tensor
     kept: dict[LayerStep, Tensor] | None = None
+    depth: DepthNow | None = None
 
 
 class LayerStep:
@@ -68,11 +73,13 @@ class LayerStep:
         y_BR = decode_linear(h_BC, self.weight, self.bias, **norm_of(layer.pre_mixer_norm))
         if now.kept is not None:
             now.kept[self] = y_BR
-        o_BM = self.mix(y_BR, cache_layer, now)
+        o_BM, before_BC = self.mix(y_BR, cache_layer, now), h_BC
         h_BC = _add(o_BM, layer.mixer.o_proj, layer.post_mixer_norm, h_BC, outer=layer.outer)
+        if now.depth is not None:
+            now.depth.leave(layer, before_BC, h_BC)
         activation = _ACTIVATIONS.get(layer.mixer.spec.hidden_act)
         if activation is None:
-            return layer.after_mlp(h_BC, layer.mlp_branch(h_BC))
+            return layer.with_mlp(h_BC, layer.mlp_branch(h_BC))
         norm = norm_of(layer.pre_mlp_norm)
         m_BI = decode_linear(h_BC, *self.gate_up, swiglu=True, activation=activation, **norm)
         return _add(m_BI, layer.mlp.down_proj, layer.post_mlp_norm, h_BC, outer=layer.outer)
@@ -91,14 +98,17 @@ class AttentionStep(LayerStep):
 
     def mix(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
         """See ``LayerStep``."""
-        spec, width = self.layer.mixer.spec, sum(self.sizes[:3])
-        q_BHD = self._place(y_BR, cache_layer, now)
-        o_BHD = decode_attention(
+        width = sum(self.sizes[:3])
+        o_BM = self.attend(self._place(y_BR, cache_layer, now), cache_layer, now).flatten(1)
+        return o_BM if len(self.sizes) == 3 else o_BM * (2.0 * torch.sigmoid(y_BR[:, width:]))
+
+    def attend(self, q_BHD: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
+        """Queries -> outputs of the heads, [B, H, D]."""
+        spec = self.layer.mixer.spec
+        return decode_attention(
             q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots],
             scale=spec.attention_scale, soft_cap=spec.attention_softcap,
         )  # fmt: skip
-        o_BM = o_BHD.flatten(1)
-        return o_BM if len(self.sizes) == 3 else o_BM * (2.0 * torch.sigmoid(y_BR[:, width:]))
 
     def take_in(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> None:
         """See ``LayerStep``."""

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from ltconvert.convert.decode_depth import DepthNow, MixtureOfDepthsStep
 from ltconvert.convert.decode_layers import (
     AttentionStep,
     LayerStep,
@@ -24,8 +25,10 @@ from ltconvert.convert.mixers.attention import Attention
 from ltconvert.convert.mixers.dsa import SparseAttention
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
 from ltconvert.convert.mixers.linear import LinearMixer
+from ltconvert.convert.mixers.moda import MixtureOfDepths
 from ltconvert.convert.mixers.nsa import BlockSparseAttention
 from ltconvert.convert.students.blocks import DecoderLayer
+from ltconvert.convert.students.depth import depth_stream
 from ltconvert.convert.students.exits import Leaving, core_layers, leaving
 from ltconvert.convert.students.loop import Step as Visit
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
@@ -87,6 +90,8 @@ class Step:
                 h_BC = decoder.injection(h_BC, prelude_BC)
             if visit.opens_loop:
                 loop_in_BC = h_BC
+            if now.depth is not None:
+                now.depth.turn(visit.slot)
             h_BC, seen[visit.layer] = layer(h_BC, cache_layer, now), layer
             if visit.closes_loop and decoder.loop_residual is not None:
                 h_BC = h_BC + decoder.loop_residual[visit.loop].to(h_BC.dtype) * loop_in_BC
@@ -117,6 +122,7 @@ class Step:
         lengths_B = self.cache.lengths_B
         ropes = self.model.model._ropes.items()
         tables = {name: rope(lengths_B[:, None]) for name, rope in ropes}
+        stream = depth_stream(self.model.model, tables)
         return Now(
             rope={name: (cos[:, 0], sin[:, 0]) for name, (cos, sin) in tables.items()},
             positions_B=lengths_B,
@@ -125,6 +131,7 @@ class Step:
             outside={window: lengths_B >= window for window in self.windows},
             first=torch.zeros_like(lengths_B),
             kept=kept,
+            depth=None if stream is None else DepthNow(stream),
         )
 
 
@@ -158,6 +165,8 @@ def layer_step(layer: DecoderLayer) -> LayerStep:
         return SparseAttentionStep(layer)
     if isinstance(mixer, BlockSparseAttention):
         return BlockSparseAttentionStep(layer)
+    if isinstance(mixer, MixtureOfDepths):
+        return MixtureOfDepthsStep(layer)
     if isinstance(mixer, Attention):
         return AttentionStep(layer)
     if isinstance(mixer, WindowedGatedDeltaNet):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
+from statistics import mean
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.students.blocks import DecoderLayer
-from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
+from ltconvert.convert.students.depth import depth_ropes
+from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class LayerFacts:
         cache_tokens: tokens after which the cache of each visit stops growing, None where it never
             does.
         state_bytes: over all visits, whatever the context (recurrent state, convolution history).
+        depth_slots: of the depth stream, that a visit reads on average.
     """
 
     layer: int
@@ -52,6 +55,7 @@ class LayerFacts:
     cache_bytes_per_token: int
     cache_tokens: tuple[int | None, ...]
     state_bytes: int
+    depth_slots: float
 
     @property
     def visited(self) -> tuple[int, int]:
@@ -81,6 +85,7 @@ class ModelFacts:
     Attributes:
         parameters: tied ones once.
         embedding_parameters, head_parameters: the head's are 0 when it is the embedding.
+        depth_width: values a token in the depth stream of a whole pass.
     """
 
     family: str
@@ -89,6 +94,7 @@ class ModelFacts:
     parameters: int
     embedding_parameters: int
     head_parameters: int
+    depth_width: int
 
     @property
     def own_parameters(self) -> int:
@@ -142,7 +148,16 @@ def model_facts(config: LT2Config, cache_dtype: torch.dtype = torch.bfloat16) ->
         parameters=count(model) - (model.lm_head.weight.numel() if tied else 0),
         embedding_parameters=embedding,
         head_parameters=0 if tied else model.lm_head.weight.numel(),
+        depth_width=_depth_width(model.model),
     )
+
+
+def _depth_width(model: LT2Model) -> int:
+    """Keys and values of all slots, once for each kind of positions."""
+    if model.depth_plan is None:
+        return 0
+    width = model.spec.num_key_value_heads * model.spec.head_dim
+    return model.depth_plan.slots * len(depth_ropes(model)) * 2 * width
 
 
 def count(module: nn.Module) -> int:
@@ -189,7 +204,17 @@ def _layer_facts(
         cache_bytes_per_token=visits * per_token,
         cache_tokens=tuple(limits) if keeps_keys else (0,) * visits,
         state_bytes=visits * state,
+        depth_slots=_depth_slots(config, layer),
     )
+
+
+def _depth_slots(config: LT2Config, layer: int) -> float:
+    """Slots that a visit of a layer reads on average."""
+    plan = config.depth_plan()
+    if plan is None:
+        return 0.0
+    steps = zip(config.schedule(), plan.visits, strict=True)
+    return mean(visit.stop - visit.first for step, visit in steps if step.layer == layer)
 
 
 def _cache(config: LT2Config, layer: int, itemsize: int) -> tuple[int, int]:

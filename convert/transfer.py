@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ltconvert.convert.mixers import Projections
+from ltconvert.convert.mixers.moda import SlotProjection
+from ltconvert.convert.students.depth import prepare_depth
+from ltconvert.convert.students.depth_plan import FFN
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.tying import tie_layers, tied_spec
@@ -54,6 +58,7 @@ def build_student(
             if rho is None
             else rho[: config.num_loops]
         )
+    own |= _depth_tensors(student, teacher, dtype)
     _assign(student, own)
     student.tie_weights()
     student.generation_config = teacher.generation_config
@@ -83,7 +88,9 @@ def inherited_mixer(
         raise ValueError(
             f"layer {layer}: a {kind} mixer has no place for the teacher's {', '.join(lost)}"
         )
-    if kind == source.kind == "full" and not copy:  # other mixers train where tensors are shared
+    if source.kind == "full" and not (
+        mixer.converted or copy
+    ):  # other mixers train where tensors are shared
         mixer.load_state_dict({**known, **inherited}, assign=True)
     else:
         mixer.load_state_dict({**known, **inherited})
@@ -96,15 +103,56 @@ def new_tensors(student: LT2ForCausalLM, teacher: LT2ForCausalLM) -> list[str]:
     return sorted(name for name, _ in student.named_parameters() if name not in known)
 
 
-def restore_full(student: LT2ForCausalLM, teacher: LT2ForCausalLM, layers: Iterable[int]) -> None:
-    """Put the teacher's full attention back into physical layers of the student, in every loop."""
+def restore_full(
+    student: LT2ForCausalLM, teacher: LT2ForCausalLM, layers: Iterable[int], kind: str = "full"
+) -> None:
+    """Put the teacher's full attention back into physical layers of the student, in every loop.
+
+    Args:
+        kind: ``moda``: attention that starts as the teacher's and can look at earlier layers.
+    """
     mixers = list(student.config.mixers)
     for layer in layers:
-        mixers[layer] = "full"
+        mixers[layer] = kind
         student.model.layers[layer].mixer = inherited_mixer(
-            student.model, "full", teacher, layer, dtype=student.dtype
+            student.model, kind, teacher, layer, dtype=student.dtype
         )
     student.config.set_mixers(mixers)
+    for layer, kind in prepare_depth(student.model):
+        projection = student.model.layers[layer].depth_proj[kind]
+        projection.to(student.device, student.dtype)
+        projection.inherit(_slot_start(student, teacher, layer, kind))
+
+
+def _slot_start(
+    student: LT2ForCausalLM, teacher: LT2ForCausalLM, layer: int, kind: str
+) -> dict[str, Tensor]:
+    """The teacher's attention whose values a slot starts with: the layer's own.
+
+    Of an MLP's slot that of the next visit, which reads nearly what the MLP does.
+    """
+    source = layer
+    if kind == FFN:
+        schedule = student.model.schedule
+        source = next(b.layer for a, b in pairwise(schedule) if a.layer == layer)
+    tensors: dict[str, Tensor] = teacher.model.layers[source].mixer.state_dict()
+    return tensors
+
+
+def _depth_tensors(
+    student: LT2ForCausalLM, teacher: LT2ForCausalLM, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Start of what a student has for its depth stream outside of mixers, by name."""
+    made: dict[str, Tensor] = {}
+    if student.model.depth_plan is not None:
+        made["model.depth_schedule"] = torch.zeros((), dtype=dtype, device=teacher.device)
+    for layer, block in enumerate(student.model.layers):
+        for kind in block.depth_proj:
+            projection = SlotProjection(student.model.spec).to(teacher.device, dtype)
+            projection.inherit(_slot_start(student, teacher, layer, kind))
+            stem = f"model.layers.{layer}.depth_proj.{kind}"
+            made |= {f"{stem}.{name}": p.detach() for name, p in projection.named_parameters()}
+    return made
 
 
 @contextmanager
@@ -148,7 +196,8 @@ def student_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str,
     """
     names = (
         "window_tokens", "short_conv", "conv_size", "top_k_tokens", "index_heads", "block_tokens",
-        "chosen_blocks", "sdpa_gate", "loop_residual",
+        "chosen_blocks", "sdpa_gate", "loop_residual", "depth_writers", "depth_slots",
+        "depth_rope", "depth_bias", "depth_linear_writes",
     )  # fmt: skip
     options = {name: settings[name] for name in names}
     for name, own in _loops_of(spec).items():

@@ -136,8 +136,8 @@ def mixer_error(
 
 
 def is_converted(student: LT2ForCausalLM, layer: int) -> bool:
-    """Whether the layer's mixer is not the teacher's own attention."""
-    return bool(student.model.layers[layer].mixer.kind != "full")
+    """Whether the layer's mixer stands for the teacher's attention."""
+    return bool(student.model.layers[layer].mixer.converted)
 
 
 def run(settings: AlignSettings, inputs: StageInputs, stage_dir: Path) -> StageResult:

@@ -7,6 +7,7 @@ Parts, each written when it is done and not measured again as long as nothing it
 - ``generation``: greedy continuations against the teacher's
 - ``decode``: time of a token and bytes of the cache by context
 - ``loops``: where asked for, ways to decode a looped model that do with less
+- ``depth``: of students with mixture-of-depths attention, what it gives to depth
 - ``tasks``: lm-eval
 """
 

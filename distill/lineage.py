@@ -74,7 +74,7 @@ class Lineage:
     def _check_choice(self) -> None:
         student, num_layers = self.recipe.student, self._origin_spec().num_layers
         layers = student.full(num_layers)
-        settled = isinstance(layers, list) or set(student.kinds) == {"full"}
+        settled = isinstance(layers, list) or not student.converts
         if settled or self.recipe.select.enabled:
             return
         if 0 < count_full_layers(layers, num_layers) < num_layers:
@@ -171,7 +171,8 @@ class Lineage:
 
     def hybrid(self, student: LT2ForCausalLM) -> LT2ForCausalLM:
         """The origin's attention back in the chosen layers."""
-        restore_full(student, self.origin().model, self.selection() or [])
+        chosen, kind = self.selection() or [], self.recipe.student.full_mixer
+        restore_full(student, self.origin().model, chosen, kind)
         return student.eval().requires_grad_(False)
 
     def selection(self) -> list[int] | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ltconvert.convert.students.blocks import run_choosing_layer, run_layer
+from ltconvert.convert.students.depth_layer import DepthCall
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
@@ -30,7 +31,9 @@ class LogitsObjective:
 
     A looped student learns the KL of every loop (its loop t against the teacher's loop t) during
     ``loop_warmup_share`` of the steps, and that of the last loop alone from then on. Mixers that
-    choose keys add ``choice_weight`` times the loss of what chooses, over the chosen ones.
+    choose keys add ``choice_weight`` times the loss of what chooses, over the chosen ones. Where
+    layers read a depth stream, the schedule of their merge goes from 0 to 1, steadily, during
+    ``depth_warmup_share`` of the steps.
 
     Args:
         teacher: frozen; runs without gradients.
@@ -47,7 +50,9 @@ class LogitsObjective:
             student.model.exit_gate.requires_grad_(False)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Converted mixers at ``mixer_lr``; everything else, kept attention too, at ``lr``."""
+        """Converted mixers and what a depth stream needs at ``mixer_lr``; everything else, kept
+        attention too, at ``lr``.
+        """
         layers = self.module.model.layers
         mixers = [
             parameter
@@ -55,6 +60,7 @@ class LogitsObjective:
             if is_converted(self.module, i)
             for parameter in layer.mixer.parameters()
         ]
+        mixers += [p for name, p in self.module.named_parameters() if "depth_" in name]
         own = {id(parameter) for parameter in mixers}
         rest = [p for p in self.module.parameters() if p.requires_grad and id(p) not in own]
         groups = [
@@ -67,11 +73,13 @@ class LogitsObjective:
         """The layers of both models."""
         self.teacher.model.call_layer = self.module.model.call_layer = wrap(run_layer)
         self.module.model.call_choosing_layer = wrap(run_choosing_layer)
+        self.module.model.call_depth_layer = DepthCall(wrap)
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
     ) -> dict[str, Tensor]:
         """One forward of each model, one backward; ``loss``, ``kl``, ``ce`` in nats a token."""
+        self.merge_depth(progress)
         with torch.no_grad():
             teacher = _hidden(self.teacher, batch)
         student = _hidden(self.module, batch, learns_choice=True)
@@ -85,6 +93,12 @@ class LogitsObjective:
             values["choice"] = student.choice.detach()
         backward(loss)
         return {"loss": loss.detach(), **values}
+
+    def merge_depth(self, progress: float) -> None:
+        """Set the schedule of a depth stream, if there is one, to what it is at ``progress``."""
+        model, share = self.module.model, self.settings.depth_warmup_share
+        if model.depth_plan is not None:
+            model.depth_schedule.fill_(min(1.0, progress / share) if share else 1.0)
 
     def _earlier_loops(self, student: Hidden, teacher: Hidden, batch: Batch) -> Tensor | float:
         """Sum of the KL of all loops but the last; nothing where the two loop differently."""
@@ -180,6 +194,7 @@ def run(
     """
     objective = prepare(inputs, settings)
     trained = inputs.train(objective, settings, stage_dir, stage)
+    objective.merge_depth(1.0)
     objective.module.model.gradient_checkpointing = False
     facts = {"tokens": trained.tokens, "steps": trained.steps, "seconds": trained.seconds}
     return StageResult(objective.module.eval().requires_grad_(False), facts=facts)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ltconvert.distill.records import write_whole
-from ltconvert.distill.reporting import evaluation_sections, run_sections
+from ltconvert.distill.reporting import depth_section, evaluation_sections, run_sections
 from ltconvert.distill.reporting.run_folder import RunFolder, read_run
 from ltconvert.distill.reporting.tables import NOT_RUN, Section, number, percent, runs
 
 PLOTS_FOLDER = "report_plots"
+FULL = {"full", "moda"}  # full attention, whatever it reads besides
 
 
 def build_report(run_dir: Path | str) -> list[Path]:
@@ -62,6 +63,7 @@ def all_sections(run: RunFolder) -> list[Section]:
         evaluation_sections.generation(run),
         evaluation_sections.decode(run),
         *([evaluation_sections.loops(run)] if run.part("loops") else []),
+        *([depth_section.depth(run)] if run.part("depth") else []),
         run_sections.layers(run),
         run_sections.selection(run),
         run_sections.training(run),
@@ -78,8 +80,11 @@ def summary(run: RunFolder) -> list[str]:
         lines.append(f"Teacher: {teacher.get('name')} ({teacher.get('source')}{revision})")
         lines += [f"Teacher: {remark}" for remark in teacher.get("remarks", [])]
     if run.mixers:
-        kept = [i for i, kind in enumerate(run.mixers) if kind == "full"]
-        lines.append(f"Full attention in {len(kept)} of {len(run.mixers)} layers: {runs(kept)}")
+        kept = [i for i, kind in enumerate(run.mixers) if kind in FULL]
+        depth = ", with depth" if "moda" in run.mixers else ""
+        lines.append(
+            f"Full attention in {len(kept)} of {len(run.mixers)} layers: {runs(kept)}{depth}"
+        )
     scores = run.part("heldout") or (run.stages[-1].get("scores") if run.stages else None) or {}
     if "kl" in scores:
         kl = number(scores["kl"], scores.get("kl_stderr"), 4)
@@ -105,7 +110,7 @@ def model_card(run: RunFolder, sections: list[Section] | None = None) -> str:
     source = str(teacher.get("source") or "")
     recipe = (run.owner or {}).get("recipe")
     values = {
-        "title": f"{name}, linear-time student",
+        "title": f"{name}, {_make(run.mixers or [])} student",
         # A hub id; paths of the machine it was made on mean nothing elsewhere.
         "base_model": source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else None,
         "teacher": name,
@@ -116,6 +121,11 @@ def model_card(run: RunFolder, sections: list[Section] | None = None) -> str:
         "sections": [s for s in sections if s.title in shown and s.tables],
     }
     return _render("model_card.md.j2", values)
+
+
+def _make(mixers: Sequence[str]) -> str:
+    """What a student is, in a word."""
+    return "mixture-of-depths" if "moda" in mixers and set(mixers) <= FULL else "linear-time"
 
 
 def show_evaluation(run_dir: Path | str) -> str:

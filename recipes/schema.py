@@ -14,7 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 STAGES = ("loop", "align", "select", "logits", "longctx")  # in the order in which they run
 CompileSetting = Literal["auto", "off", "layers"]
 Mixer = Literal[
-    "gdn", "gdn_window", "kda", "deltanet", "mamba2", "retnet", "dsa", "nsa", "window", "full"
+    "gdn",
+    "gdn_window",
+    "kda",
+    "deltanet",
+    "mamba2",
+    "retnet",
+    "dsa",
+    "nsa",
+    "window",
+    "moda",
+    "full",
 ]
 Method = Literal[
     "kl", "kl-fast", "kl-greedy", "kl-gates", "recall", "recall-greedy", "uniform", "list"
@@ -39,6 +49,9 @@ class StudentSettings(Settings):
         description="layers kept as full attention: a share (0.25), a count (8), a list ([0, 4]), "
         "every fifth (4:1), or a count at both ends (bookend:8)",
     )
+    full_mixer: Literal["full", "moda"] = Field(
+        "full", description="what these are: attention, or attention that reads a depth stream"
+    )
     window_tokens: PositiveInt | list[PositiveInt] = Field(
         128,
         description=(
@@ -55,6 +68,28 @@ class StudentSettings(Settings):
     block_tokens: int = Field(32, gt=0, description="size of the blocks of an `nsa` mixer")
     chosen_blocks: int = Field(
         16, gt=0, description="blocks that a query of an `nsa` mixer attends to, its window aside"
+    )
+    depth_writers: Literal["attention", "ffn", "projected"] = Field(
+        "projected",
+        description="`moda`: what leaves keys and values in the depth stream: attention its own,"
+        " MLPs beside it by a projection, or both by projections",
+    )
+    depth_slots: str = Field(
+        "all",
+        pattern=r"^(all|(last|every|mean):[1-9][0-9]*)$",
+        description="`moda`: of which earlier layer visits: `all`, `last:8`, of every fourth"
+        " (`every:4`), the means of four at a time (`mean:4`)",
+    )
+    depth_rope: bool = Field(
+        True,
+        description="`moda`: depth keys stand at the token's own position; else, as published,"
+        " they have none",
+    )
+    depth_bias: float | None = Field(
+        None, description="`moda`: where a learned bias of depth for each head starts"
+    )
+    depth_linear_writes: bool = Field(
+        False, description="`moda` beside linear layers: their MLPs write, too"
     )
     short_conv: bool = Field(
         True, description="causal depthwise convolution on q, k, v (starts as the identity)"
@@ -102,6 +137,11 @@ class StudentSettings(Settings):
         return self.mixer if isinstance(self.mixer, list) else [self.mixer]
 
     @property
+    def converts(self) -> bool:
+        """Whether a mixer stands for the teacher's attention, and does not merely start as it."""
+        return not set(self.kinds) <= {"full", "moda"}
+
+    @property
     def exact_tokens(self) -> tuple[str, int]:
         """Up to how many tokens the student is the teacher, and the settings that say so; 0: none.
 
@@ -130,7 +170,7 @@ class StudentSettings(Settings):
     def mixers(self, full: Collection[int], num_layers: int) -> list[str]:
         """The mixer of every physical layer."""
         kinds = self.kinds
-        return ["full" if i in full else kinds[i % len(kinds)] for i in range(num_layers)]
+        return [self.full_mixer if i in full else kinds[i % len(kinds)] for i in range(num_layers)]
 
     @field_validator("mixer")
     @classmethod
@@ -153,6 +193,16 @@ class StudentSettings(Settings):
         if value < 0 or (isinstance(value, float) and value > 1):
             raise ValueError("expected a share in [0, 1], a count, or a list of layers")
         return value
+
+    @model_validator(mode="after")
+    def _moda_leaves_nothing_to_choose(self) -> Self:
+        """All its layers have full attention: a number of full layers would mean nothing."""
+        if self.mixer == "moda" and isinstance(self.full_layers, int | float) and self.full_layers:
+            raise ValueError(
+                f"with student.mixer moda, student.full_layers {self.full_layers} would choose"
+                " nothing: set it to 0, or list the layers that do not read depth"
+            )
+        return self
 
     @model_validator(mode="after")
     def _tying_needs_loops(self) -> Self:
@@ -319,6 +369,12 @@ class LogitsSettings(TrainSettings):
     loop_warmup_share: float = Field(
         0.1, ge=0, le=1, description="looped teachers: share of steps with the KL of every loop"
     )
+    depth_warmup_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="`moda`: share of steps in which depth is merged in, from nothing to wholly",
+    )
 
 
 class LoopSettings(LogitsSettings):
@@ -329,6 +385,7 @@ class LoopSettings(LogitsSettings):
     batch_tokens: int = Field(65_536, gt=0)
     lr: float = Field(1e-4, gt=0, description="peak learning rate")
     loop_warmup_share: float = Field(0.0, ge=0, le=1)
+    depth_warmup_share: float = Field(0.0, ge=0, le=1)
 
 
 class LongctxSettings(LogitsSettings):
@@ -339,6 +396,7 @@ class LongctxSettings(LogitsSettings):
     kl_weight: float = Field(0.5, ge=0)
     ce_weight: float = Field(0.5, ge=0, description="weight of next-token cross-entropy")
     loop_warmup_share: float = Field(0.0, ge=0, le=1)
+    depth_warmup_share: float = Field(0.0, ge=0, le=1)
 
 
 class EvalSettings(Settings):
@@ -410,7 +468,7 @@ class Recipe(Settings):
         nothing converted is not aligned.
         """
         wanted = [stage for stage in STAGES if getattr(self, stage).enabled]
-        idle = [] if set(self.student.kinds) != {"full"} else ["align", "select"]
+        idle = [] if self.student.converts else ["align", "select"]
         idle += [] if self.student.loop_start is not None else ["loop"]
         return [stage for stage in wanted if stage not in idle]
 

@@ -19,6 +19,7 @@ from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
 from ltconvert.convert.mixers.kda import KimiDeltaAttention
 from ltconvert.convert.mixers.linear import LinearMixer
 from ltconvert.convert.mixers.mamba2 import Mamba2
+from ltconvert.convert.mixers.moda import MixtureOfDepths
 from ltconvert.convert.mixers.nsa import BlockSparseAttention
 from ltconvert.convert.mixers.retnet import Retention
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -34,9 +35,10 @@ MIXERS: dict[str, type[Projections]] = {
     "retnet": Retention,
     "dsa": SparseAttention,
     "nsa": BlockSparseAttention,
+    "moda": MixtureOfDepths,
 }
 
-__all__ = ["MIXERS", "Projections", "SequenceContext", "make_mixer"]
+__all__ = ["MIXERS", "MixtureOfDepths", "Projections", "SequenceContext", "make_mixer"]
 
 
 def make_mixer(
@@ -51,6 +53,8 @@ def make_mixer(
     index_heads: int,
     block_tokens: int,
     chosen_blocks: int,
+    depth_rope: bool,
+    depth_bias: float | None,
 ) -> Projections:
     """A mixer for one physical layer.
 
@@ -75,4 +79,8 @@ def make_mixer(
         return WindowedGatedDeltaNet(spec, layer, conv_size=conv_size, window=narrow[0])
     if kind == "window":
         return WindowAttention(spec, layer, windows=narrow)
+    if kind == "moda":
+        return MixtureOfDepths(
+            spec, layer, window=window, sdpa_gate=sdpa_gate, rope=depth_rope, bias=depth_bias
+        )
     return Attention(spec, layer, window=window, sdpa_gate=sdpa_gate)

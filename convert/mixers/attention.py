@@ -31,6 +31,7 @@ class Projections(nn.Module):
     Attributes:
         keeps_keys, keeps_state: what a cache holds for it: keys and values, a recurrent state.
         uses_rope: whether the layer's positions enter.
+        converted: it stands for the teacher's attention; else it starts as that.
 
     Args:
         spec: the architecture.
@@ -43,6 +44,7 @@ class Projections(nn.Module):
     keeps_state: ClassVar[bool] = False
     uses_rope: ClassVar[bool] = True
     chooses: ClassVar[bool] = False  # keys, by something that learns from a loss of its own
+    converted: ClassVar[bool] = True
 
     def __init__(self, spec: TeacherSpec, layer: int, num_key_value_heads: int) -> None:
         super().__init__()
@@ -117,6 +119,7 @@ class Attention(Projections):
     """
 
     kind = "full"
+    converted = False
 
     def __init__(
         self, spec: TeacherSpec, layer: int, *, window: int | None, sdpa_gate: bool
@@ -132,12 +135,28 @@ class Attention(Projections):
         self, x_BTC: Tensor, context: SequenceContext, cache_layer: CacheLayerMixin | None = None
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
-        q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in self.project(x_BTC, context.loop))
+        q_BHTD, k_BGSD, v_BGSD = self.placed(
+            self.project(x_BTC, context.loop), context, cache_layer
+        )
+        o_BHTD = self.attend(q_BHTD, k_BGSD, v_BGSD, context)
+        return self.output(x_BTC, o_BHTD, context)
+
+    def placed(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        context: SequenceContext,
+        cache_layer: CacheLayerMixin | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What ``project`` gives at its positions, behind what is cached; heads come first."""
+        q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in projected)
         q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, self.rope_name)
         context.keep(self, (k_BGSD, v_BGSD))
         if cache_layer is not None:
             k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
-        o_BHTD = self.attend(q_BHTD, k_BGSD, v_BGSD, context)
+        return q_BHTD, k_BGSD, v_BGSD
+
+    def output(self, x_BTC: Tensor, o_BHTD: Tensor, context: SequenceContext) -> Tensor:
+        """Outputs of the heads -> [B, T, C]."""
         o_BTM = o_BHTD.transpose(1, 2).flatten(2)
         if hasattr(self, "gate_proj"):
             o_BTM = o_BTM * (2.0 * torch.sigmoid(self.gate_proj(x_BTC)))
@@ -205,6 +224,7 @@ class WindowAttention(Attention):
     """
 
     kind = "window"
+    converted = True
 
     def __init__(self, spec: TeacherSpec, layer: int, *, windows: Sequence[int]) -> None:
         super().__init__(spec, layer, window=max(windows), sdpa_gate=False)

@@ -5,7 +5,7 @@ Shape letters: B rows, T new tokens, S cached and new tokens together, D head wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,24 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from ltconvert.convert.mixers.flex import block_mask, fits
+from ltconvert.kernels.depth_attention import DepthSlots
+
+
+@dataclass(frozen=True)
+class DepthView:
+    """What one visit of a layer sees of the depth stream, see ``students/depth_stream.py``.
+
+    Attributes:
+        slots: by the name of the positions of their keys; empty where nothing is read.
+        count: how many of them are read.
+        schedule: scalar s of the merge, on the device.
+        writes: the sublayers of this visit that leave a slot.
+    """
+
+    slots: Mapping[str | None, DepthSlots]
+    count: int
+    schedule: Tensor
+    writes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -29,6 +47,7 @@ class SequenceContext:
         segment_ids_BT: the document of each new token; None when a row is one document.
         kept: by mixer, what its last visit took into its cache; None where nobody asks.
         loop: whose tensors a layer uses where loops have some of their own.
+        depth: what this visit sees of the depth stream; None where there is none.
     """
 
     rope: dict[str, tuple[Tensor, Tensor]]
@@ -41,6 +60,7 @@ class SequenceContext:
     loop: int = 0
     learns_choice: bool = False  # mixers that choose keys give the loss that teaches them
     kept: dict[nn.Module, Sequence[Tensor]] | None = None
+    depth: DepthView | None = None
     _made: dict[Hashable, Any] = field(default_factory=dict)
     _block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
 

@@ -43,6 +43,7 @@ class SparseAttention(Attention):
     """
 
     kind = "dsa"
+    converted = True
     chooses = True
 
     def __init__(self, spec: TeacherSpec, layer: int, *, top_k: int, index_heads: int) -> None:

@@ -49,6 +49,7 @@ class BlockSparseAttention(Attention):
     """
 
     kind = "nsa"
+    converted = True
 
     def __init__(
         self, spec: TeacherSpec, layer: int, *, window: int, block: int, chosen: int

@@ -41,6 +41,9 @@ class DecoderLayer(nn.Module):
 
     The branches are methods, since the alignment of a mixer needs what goes into it and what it
     adds to the residual stream.
+
+    Attributes:
+        depth_proj: by sublayer, what of its input is left in a depth stream.
     """
 
     def __init__(self, spec: TeacherSpec, layer: int, mixer: Projections) -> None:
@@ -60,6 +63,7 @@ class DecoderLayer(nn.Module):
         self.pre_mlp_norm = norm(before)
         self.mlp = GatedMLP(spec, layer)
         self.post_mlp_norm = norm(after)
+        self.depth_proj = nn.ModuleDict()
 
     def mixer_input(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """What the mixer reads."""
@@ -71,7 +75,15 @@ class DecoderLayer(nn.Module):
 
     def mlp_branch(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """The MLP's contribution to the residual stream, [B, T, C]."""
-        y_BTC = self.mlp(_normed(self.pre_mlp_norm, h_BTC, loop), loop)
+        return self.mlp_contribution(self.mlp_input(h_BTC, loop), loop)
+
+    def mlp_input(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """What the MLP reads."""
+        return _normed(self.pre_mlp_norm, h_BTC, loop)
+
+    def mlp_contribution(self, x_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """What the MLP makes of its input and adds to the residual stream."""
+        y_BTC = self.mlp(x_BTC, loop)
         return y_BTC if self.outer else _normed(self.post_mlp_norm, y_BTC, loop)
 
     def forward(
@@ -91,13 +103,16 @@ class DecoderLayer(nn.Module):
 
     def after_mixer(self, h_BTC: Tensor, y_BTC: Tensor, loop: int | None = None) -> Tensor:
         """The stream with the mixer's output and the MLP branch, [B, T, C]."""
-        h_BTC = h_BTC + self.mixer_contribution(y_BTC, loop)
-        if self.outer:
-            h_BTC = _normed(self.post_mixer_norm, h_BTC, loop)
-        return self.after_mlp(h_BTC, self.mlp_branch(h_BTC, loop), loop)
+        h_BTC = self.with_mixer(h_BTC, y_BTC, loop)
+        return self.with_mlp(h_BTC, self.mlp_branch(h_BTC, loop), loop)
 
-    def after_mlp(self, h_BTC: Tensor, y_BTC: Tensor, loop: int | None = None) -> Tensor:
-        """The stream with what the MLP branch adds, [B, T, C]."""
+    def with_mixer(self, h_BTC: Tensor, y_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """The stream with the mixer's output, [B, T, C]."""
+        h_BTC = h_BTC + self.mixer_contribution(y_BTC, loop)
+        return _normed(self.post_mixer_norm, h_BTC, loop) if self.outer else h_BTC
+
+    def with_mlp(self, h_BTC: Tensor, y_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """The stream with the MLP branch's contribution, [B, T, C]."""
         h_BTC = h_BTC + y_BTC
         return _normed(self.post_mlp_norm, h_BTC, loop) if self.outer else h_BTC
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ltconvert.convert.students.depth_stream import DepthStream
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class LoopState:
         loop_in_BTC: the residual stream at the start of the current loop (for the loop residual).
         prelude_BTC: the prelude's output, where every loop reads it.
         loop_states: the normed stream [B, T, C] after each finished loop.
+        depth: what sublayers left at each token; one for all states of a pass, so that of these
+            the newest alone can be gone on from. None: layers that would read it do not.
         choice_losses: of the visits that gave one, see ``Projections.forward_with_loss``.
     """
 
@@ -42,6 +48,7 @@ class LoopState:
     prelude_BTC: Tensor | None = None
     loop_states: tuple[Tensor, ...] = ()
     choice_losses: tuple[Tensor, ...] = ()
+    depth: DepthStream | None = None
 
     def with_stream(self, h_BTC: Tensor) -> LoopState:
         """The same state with another residual stream."""

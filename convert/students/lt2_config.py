@@ -9,6 +9,7 @@ from typing import Any
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES, PreTrainedConfig
 
 from ltconvert.convert.mixers import MIXERS
+from ltconvert.convert.students.depth_plan import DepthPlan, depth_plan
 from ltconvert.convert.students.loop import Step, make_schedule
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.errors import UserError
@@ -37,6 +38,9 @@ class LT2Config(PreTrainedConfig):
         block_tokens, chosen_blocks: tokens of a block of an ``nsa`` mixer, and how many it chooses.
         sdpa_gate: output gate on full layers.
         loop_residual: learned per-loop, per-channel residual ``rho_t * h_in``.
+        depth_writers, depth_slots, depth_linear_writes: what is in the depth stream of ``moda``
+            mixers, see ``depth_plan``.
+        depth_rope, depth_bias: how they read it, see ``MixtureOfDepths``.
     """
 
     model_type = "lt2"
@@ -52,6 +56,11 @@ class LT2Config(PreTrainedConfig):
     chosen_blocks: int = 16
     sdpa_gate: bool = False
     loop_residual: bool = False
+    depth_writers: str = "projected"
+    depth_slots: str = "all"
+    depth_rope: bool = True
+    depth_bias: float | None = None
+    depth_linear_writes: bool = False
     num_hidden_layers: int = 0
     layer_types: list[str] = field(default_factory=list)
     use_cache: bool = True
@@ -120,6 +129,20 @@ class LT2Config(PreTrainedConfig):
     def schedule(self) -> tuple[Step, ...]:
         """Visits of the physical layers in execution order."""
         return make_schedule(self.num_layers, self.num_loops, self.prelude_layers, self.coda_layers)
+
+    def depth_plan(self) -> DepthPlan | None:
+        """The depth stream of a pass; None where no layer reads one.
+
+        Raises:
+            ValueError: ``depth_writers`` or ``depth_slots`` is not known.
+        """
+        return depth_plan(
+            self.schedule(),
+            self.mixers,
+            writers=self.depth_writers,
+            pattern=self.depth_slots,
+            linear_writes=self.depth_linear_writes,
+        )
 
     def window(self, layer: int, loop: int = 0) -> int | None:
         """Sliding window in tokens of a visit of a layer, None where it sees everything."""

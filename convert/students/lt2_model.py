@@ -28,6 +28,9 @@ from ltconvert.convert.students.blocks import (
     run_layer,
 )
 from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.depth import depth_stream, prepare_depth, visit_in_depth
+from ltconvert.convert.students.depth_layer import DepthCall
+from ltconvert.convert.students.depth_plan import DepthPlan
 from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.injection import Injection
 from ltconvert.convert.students.loop import LoopState, Step
@@ -84,9 +87,16 @@ class LT2PreTrainedModel(PreTrainedModel):
 
 
 class LT2Model(LT2PreTrainedModel):
-    """Embeddings, the looped layers and the final norm."""
+    """Embeddings, the looped layers and the final norm.
+
+    Attributes:
+        depth_plan, depth_schedule: where layers read a depth stream, its plan, and the scalar s of
+            their merge: 0 is the teacher. Training moves it to 1; it is saved with the weights.
+    """
 
     layers: Any  # nn.ModuleList, whose entries mypy would take for plain modules
+    depth_plan: DepthPlan | None
+    depth_schedule: Tensor
 
     def __init__(self, config: LT2Config) -> None:
         super().__init__(config)
@@ -111,6 +121,8 @@ class LT2Model(LT2PreTrainedModel):
         # Compiled ones while it trains.
         self.call_layer: LayerCall = run_layer
         self.call_choosing_layer: ChoosingCall = run_choosing_layer
+        self.call_depth_layer = DepthCall()
+        prepare_depth(self)
         self.post_init()
 
     def make_mixer(self, kind: str, layer: int) -> Projections:
@@ -127,6 +139,8 @@ class LT2Model(LT2PreTrainedModel):
             index_heads=config.index_heads,
             block_tokens=config.block_tokens,
             chosen_blocks=config.chosen_blocks,
+            depth_rope=config.depth_rope,
+            depth_bias=config.depth_bias,
         )
 
     def new_cache(self, loop_cache: str | None = None) -> LoopCache:
@@ -194,7 +208,7 @@ class LT2Model(LT2PreTrainedModel):
         return {mixer.window_in(loop) for mixer, loop in visits if isinstance(mixer, Attention)}
 
     def start(self, h_BTC: Tensor) -> LoopState:
-        """The state before the first visit."""
+        """The state before the first visit, without a depth stream."""
         return LoopState(h_BTC, h_BTC)
 
     def run(
@@ -217,13 +231,15 @@ class LT2Model(LT2PreTrainedModel):
         """One visit of one layer, with what opens and closes its loop."""
         state = self.enter(step, state, context)
         layer, context = self.layers[step.layer], self.context_of(step, context)
-        if cache is not None:
+        if state.depth is not None and state.depth.plan.visits[step.slot].takes_part:
+            h_BTC = visit_in_depth(self, step, state, context, cache)
+        elif cache is not None:
             h_BTC = layer(state.h_BTC, context, cache.layers[step.slot])
         elif context.learns_choice and layer.mixer.chooses:
-            h_BTC, loss = self._call(self.call_choosing_layer, layer, state.h_BTC, context)
+            h_BTC, loss = self.call(self.call_choosing_layer, layer, state.h_BTC, context)
             state = replace(state, choice_losses=(*state.choice_losses, loss))
         else:
-            h_BTC = self._call(self.call_layer, layer, state.h_BTC, context)
+            h_BTC = self.call(self.call_layer, layer, state.h_BTC, context)
         return self.leave(step, state.with_stream(h_BTC))
 
     def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
@@ -232,7 +248,7 @@ class LT2Model(LT2PreTrainedModel):
         differs = loops > 1 or not isinstance(self.config.window_tokens, int)
         return context.at(step.loop if differs else 0)
 
-    def _call(self, function: Any, *arguments: Any) -> Any:
+    def call(self, function: Any, *arguments: Any) -> Any:
         """A function of a layer, its activations made again for the backward pass if asked for."""
         if self.gradient_checkpointing and self.training:
             return checkpoint(function, *arguments, use_reentrant=False)
@@ -310,7 +326,7 @@ class LT2Model(LT2PreTrainedModel):
             past_length=0 if cache is None else cache.num_tokens,
         )
         context.learns_choice = learns_choice
-        state = self.start(h_BTC)
+        state = replace(self.start(h_BTC), depth=depth_stream(self, context.rope))
         if leaves is not None and cache is not None and cache.num_tokens and h_BTC.shape[1] == 1:
             state = run_until_exit(self, state, context, cache, leaves)
         else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch
+from ltconvert.distill.evaluation.depth_mass import depth_mass
 from ltconvert.distill.evaluation.generation import (
     decode_speed,
     generation_agreement,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 64
 TASK_ROWS = 8
+DEPTH_BATCHES = 4
 
 
 @dataclass
@@ -122,6 +124,14 @@ def _loops(job: Evaluation) -> dict[str, Any] | None:
     )
 
 
+def _depth(job: Evaluation) -> dict[str, Any] | None:
+    student = job.models.get("student")
+    if student is None or student.model.depth_plan is None:
+        return None
+    batches = job.batches()[:DEPTH_BATCHES]
+    return job.each(lambda model: depth_mass(model, batches, precision=job.precision))
+
+
 def _tasks(job: Evaluation) -> dict[str, Any] | None:
     if not job.settings.tasks:
         return None
@@ -171,5 +181,6 @@ PARTS: dict[str, Part] = {
         ),
         reads_data=True,
     ),
+    "depth": Part(_depth, ("heldout_tokens", "heldout_seq_len_tokens"), reads_data=True),
     "tasks": Part(_tasks, ("tasks", "task_limit")),
 }

@@ -141,10 +141,14 @@ def bucket_edges(bucket: int) -> tuple[int, int]:
     return (0, 16) if bucket == 0 else (16 << (bucket - 1), 16 << bucket)
 
 
+def bucket_of(positions: Tensor) -> Tensor:
+    """The bucket of each position."""
+    return torch.floor(torch.log2(positions.clamp(min=1).double() / 8)).clamp(min=0).long()
+
+
 def _bucket(positions_BT: Tensor, scored_BT: Tensor, kl_N: Tensor) -> Tensor:
     """KL sums and counts by row and position bucket, [2, B, NUM_BUCKETS]."""
-    eighths_BT = positions_BT.clamp(min=1).double() / 8
-    bucket_BT = torch.floor(torch.log2(eighths_BT)).clamp(min=0).long()
+    bucket_BT = bucket_of(positions_BT)
     rows_B1 = torch.arange(len(positions_BT), device=positions_BT.device)[:, None]
     cell_N = (rows_B1 * NUM_BUCKETS + bucket_BT)[scored_BT]
     sums = kl_N.new_zeros(2, len(positions_BT) * NUM_BUCKETS)

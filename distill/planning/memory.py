@@ -43,6 +43,10 @@ _SAVED_BESIDE_GDN = {"kda": 12, "mamba2": 12, "retnet": 16}
 # whose scores stand in memory in plain PyTorch.
 _SAVED_WINDOW = {"fp32": 21, "bf16": 17}
 _SAVED_SCORE = 24
+# Outputs of both parts of mixture-of-depths attention, of heads * head_dim: counted for the kernel,
+# not measured. Its scores in plain PyTorch.
+_SAVED_DEPTH = {"fp32": 8, "bf16": 4}
+_SAVED_DEPTH_SCORE = 8
 _LIVE_FORWARD = 6  # tensors of the widest kind alive in a forward pass that keeps nothing
 
 Parts = dict[str, int]
@@ -191,22 +195,41 @@ def _chunk(vocab: int, tokens: int, precision: str, device: str) -> int:
 def _kept(
     settings: LogitsSettings, spec: TeacherSpec, student: ModelFacts, precision: str, device: str
 ) -> int:
-    """What the forward pass keeps for the backward pass, bytes a token."""
-    backend, _ = dispatch.choose("window_attention", dispatch.asked_for("window_attention"), device)
-    scores = backend == "reference"
-    layers = [(x.visits, saved_bytes(spec, x, precision, scores=scores)) for x in student.layers]
+    """What the forward pass keeps for the backward pass, bytes a token.
+
+    A depth stream and its gradients stay, however much else is computed again.
+    """
+    layers = [
+        (x.visits, saved_bytes(spec, x, precision, scores=_scores(x, settings, device)))
+        for x in student.layers
+    ]
+    stream = 2 * student.depth_width * (BF16 if precision == "bf16" else FP32)
     if not settings.gradient_checkpointing:
-        return sum(visits * saved for visits, saved in layers)
+        return stream + sum(visits * saved for visits, saved in layers)
     inputs = sum(visits for visits, _ in layers) * spec.hidden_size * FP32
-    return inputs + max(saved for _, saved in layers)
+    return stream + inputs + max(saved for _, saved in layers)
+
+
+def _scores(layer: LayerFacts, settings: LogitsSettings, device: str) -> int:
+    """Keys whose scores stand in memory for every query of a visit."""
+    op = {"gdn_window": "window_attention", "moda": "depth_attention"}.get(layer.mixer)
+    if op is None or dispatch.choose(op, dispatch.asked_for(op), device)[0] != "reference":
+        return 0
+    return layer.windows[0] or settings.seq_len_tokens
 
 
 def saved_bytes(
-    spec: TeacherSpec, layer: LayerFacts, precision: str, *, mlp: bool = True, scores: bool = True
+    spec: TeacherSpec,
+    layer: LayerFacts,
+    precision: str,
+    *,
+    mlp: bool = True,
+    scores: int | None = None,
 ) -> int:
     """What autograd keeps of one visit, bytes a token.
 
-    Without ``mlp`` the mixer's part, without ``scores`` none of a window beside a recurrence.
+    Without ``mlp`` the mixer's part. ``scores``: see ``_scores``; by default those of a window
+    beside a recurrence.
     """
     linear = MIXERS[layer.mixer].keeps_state
     hidden, intermediate, heads = _SAVED["gdn" if linear else "full", precision]
@@ -216,8 +239,11 @@ def saved_bytes(
         window = layer.windows[0]
         assert window is not None
         total += _SAVED_WINDOW[precision] * width
-        if scores:
-            total += _SAVED_SCORE * window * spec.num_attention_heads
+        scores = window if scores is None else scores
+    a_score = _SAVED_DEPTH_SCORE if layer.mixer == "moda" else _SAVED_SCORE
+    total += a_score * (scores or 0) * spec.num_attention_heads
+    if layer.mixer == "moda":
+        total += _SAVED_DEPTH[precision] * width
     if spec.qk_norm is not None:
         total += _SAVED_QK_NORM * width
     _, rank = spec.own_tensors(layer.layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ltconvert.convert.inspect import LayerFacts, ModelFacts, model_facts
+from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import origin_spec, student_options
@@ -39,7 +40,7 @@ class Models:
     @property
     def converted(self) -> tuple[LayerFacts, ...]:
         """Layers whose mixer is aligned."""
-        return tuple(layer for layer in self.linear.layers if layer.mixer != "full")
+        return tuple(layer for layer in self.linear.layers if MIXERS[layer.mixer].converted)
 
     @property
     def mixer_parameters(self) -> int:
@@ -75,7 +76,7 @@ def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
 
     return Models(
         spec=spec,
-        keep=keep,
+        keep=keep if student.converts else spec.num_layers,
         teacher=teacher,
         origin=origin,
         ties=student.loop_start is not None,

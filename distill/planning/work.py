@@ -181,6 +181,7 @@ def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) 
         flops += width * (within * CHUNK_TOKENS + 2 * across * spec.head_dim)
     if not MIXERS[facts.mixer].keeps_keys:
         return flops
+    flops += 4 * width * facts.depth_slots
     limits = [length / 2, *([] if facts.attended is None else [facts.attended])]
     seen = [min(limits) if w is None else min(*limits, w) for w in facts.windows]
     tokens = sum(seen) / facts.visits

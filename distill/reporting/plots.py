@@ -23,6 +23,7 @@ COLOURS = {
     "retnet": "#c45b8a",
     "dsa": "#8e5ea2",
     "nsa": "#c45850",
+    "moda": "#d4a017",
 }
 OTHER_COLOUR = "#b0b0b0"
 

@@ -5,6 +5,8 @@ B batch, H query heads, G key/value heads, S slots of the cache, D head width.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,36 @@ def decode_attention(
         ValueError: shapes or dtypes that do not fit together, a soft cap that is not positive, or
             a gradient that would be needed.
     """
+    backend = _backend(q_BHD, k_BGSD, v_BGSD, lengths_B, soft_cap)
+    return backend.decode_attention(  # type: ignore[no-any-return]
+        q_BHD, k_BGSD, v_BGSD, lengths_B, scale=scale, soft_cap=soft_cap
+    )
+
+
+def decode_attention_with_sum(
+    q_BHD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    lengths_B: Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``decode_attention`` and ``log(sum(exp(s)))`` [B, H] in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: as there.
+    """
+    backend = _backend(q_BHD, k_BGSD, v_BGSD, lengths_B, soft_cap)
+    return backend.decode_attention_with_sum(  # type: ignore[no-any-return]
+        q_BHD, k_BGSD, v_BGSD, lengths_B, scale=scale, soft_cap=soft_cap
+    )
+
+
+def _backend(
+    q_BHD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, lengths_B: Tensor, soft_cap: float | None
+) -> ModuleType:
+    """What computes inputs that are found to fit together."""
     batch, groups, slots, width = k_BGSD.shape
     heads = q_BHD.shape[1]
     if (
@@ -62,6 +94,4 @@ def decode_attention(
         raise ValueError(f"soft_cap must be positive or None, got {soft_cap}")
     refuse_gradients("decode_attention", q_BHD, k_BGSD, v_BGSD)
     limit = limits.of_decode_attention(q_BHD, k_BGSD, v_BGSD)
-    return dispatch.implementation("decode_attention", q_BHD.device, limit).decode_attention(
-        q_BHD, k_BGSD, v_BGSD, lengths_B, scale=scale, soft_cap=soft_cap
-    )
+    return dispatch.implementation("decode_attention", q_BHD.device, limit)

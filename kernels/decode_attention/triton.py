@@ -47,6 +47,21 @@ def decode_attention(
     return attend(q_BHD, k_BGSD, v_BGSD, lengths_B, scale, soft_cap)
 
 
+def decode_attention_with_sum(
+    q_BHD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    lengths_B: Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """See ``ltconvert.kernels.decode_attention.decode_attention_with_sum``; not compiled."""
+    y_BHD, m, l = _in_parts(q_BHD, k_BGSD, v_BGSD, lengths_B, scale, soft_cap, summed=True)  # noqa: E741
+    log_sum_BH = (m * math.log(2) + l.log()).logsumexp(-1).unflatten(0, q_BHD.shape[:2])
+    return y_BHD, log_sum_BH
+
+
 class Plan(NamedTuple):
     """How a shape is run: parts of the keys, the kernel's constants, its launch options."""
 
@@ -65,15 +80,29 @@ def _attend(
     scale: float,
     soft_cap: float | None,
 ) -> Tensor:
+    return _in_parts(q_BHD, k_BGSD, v_BGSD, lengths_B, scale, soft_cap, summed=False)[0]
+
+
+def _in_parts(
+    q_BHD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    *,
+    summed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs; where ``summed`` also each part's largest score and sum, [B * H, parts], base 2."""
     batch, heads, width = q_BHD.shape
     groups, slots = k_BGSD.shape[1:3]
     y_BHD = q_BHD.new_empty(q_BHD.shape)
     if not batch:
-        return y_BHD
+        return y_BHD, *y_BHD.new_empty(2, 0, 1, dtype=torch.float32)
     plan = _plan(
         batch, heads, groups, slots, width, q_BHD.dtype == torch.float32, processors(q_BHD.device)
     )
-    whole = plan.parts == 1
+    whole = plan.parts == 1 and not summed
     o, m, l = (y_BHD,) * 3  # noqa: E741
     if not whole:
         o = q_BHD.new_empty(batch * heads, plan.parts, width, dtype=torch.float32)
@@ -97,7 +126,7 @@ def _attend(
                 MOST=max(parts, triton.next_power_of_2(plan.parts)), BP=parts, num_warps=4,
                 **early,
             )  # fmt: skip
-    return y_BHD
+    return y_BHD, m, l
 
 
 _registered_attend = torch.library.custom_op(

@@ -26,6 +26,7 @@ MIXERS = {
     "dsa": ["dsa", "dsa", "dsa"],
     "nsa": ["nsa", "nsa", "nsa"],
     "hybrid": ["gdn", "full", "window"],
+    "moda": ["moda", "gdn", "moda"],
 }
 SMALL = {"window_tokens": 5, "top_k_tokens": 6, "block_tokens": 2, "chosen_blocks": 2}
 LENGTHS, NEW = (11, 3, 7), 9

@@ -19,6 +19,7 @@ MIXERS = {
     "hybrid": ["gdn", "full", "window"],
     "delta": ["kda", "deltanet", "kda"],
     "decay": ["retnet", "retnet", "mamba2"],
+    "moda": ["moda", "gdn", "moda"],
 }
 SMALL = {"window_tokens": 5, "block_tokens": 2}
 

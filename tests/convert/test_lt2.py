@@ -27,14 +27,17 @@ MIXERS = {
     "dsa": ["dsa", "dsa", "dsa"],
     "nsa": ["nsa", "nsa", "nsa"],
     "hybrid": ["gdn", "full", "window"],
+    "moda": ["moda", "gdn_window", "moda"],
 }
 SMALL = {"window_tokens": 5, "top_k_tokens": 6, "block_tokens": 2, "chosen_blocks": 2}
 CASES: list[Any] = diagonal(FAMILIES, list(MIXERS), each=3)
 # Loops with norms, biases and corrections of rank 3 of their own.
 CASES += diagonal(FAMILIES, ["full tied", "hybrid tied"], each=3)
 CASES += [("qwen2", f"{name} tied") for name in ("gdn_window", "delta", "decay", "dsa", "nsa")]
-CASES += [("huginn", name) for name in ("full", "hybrid", "gdn_window", "dsa", "hybrid tied")]
-CASES += [("olmo2", "gdn tied")]  # norms by kv head
+CASES += [
+    ("huginn", name) for name in ("full", "hybrid", "gdn_window", "dsa", "moda", "hybrid tied")
+]
+CASES += [("olmo2", "gdn tied"), ("qwen2", "moda tied")]  # norms by kv head
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # models run in fp64, RoPE tables are fp32
 
 
@@ -48,6 +51,8 @@ def student(family: str, mixers: str, loops: int = 2, **options: object) -> LT2F
         top_k_tokens=6,
         sdpa_gate=True,
         loop_residual=True,
+        depth_linear_writes=True,
+        depth_bias=0.5,
         **options,
     ).double()
 
@@ -213,6 +218,7 @@ def test_a_student_that_keeps_all_layers_is_its_teacher(family: str, loops: int)
         *((family, name) for family in FAMILIES for name in ("hybrid", "hybrid tied")),
         ("huginn", "hybrid"),
         *(("llama", mixers) for mixers in ("delta", "decay")),
+        ("qwen3", "moda"),
         *((family, mixers) for family in ("llama", "ouro") for mixers in ("dsa", "nsa")),
     ],
 )
@@ -259,7 +265,7 @@ def test_exit_probabilities_by_hand() -> None:
     torch.testing.assert_close(exit_probabilities(gates)[0, 0], torch.tensor(expected))
 
 
-@pytest.mark.parametrize("mixers", ["hybrid", "hybrid tied"])
+@pytest.mark.parametrize("mixers", ["hybrid", "hybrid tied", "moda"])
 def test_gradient_checkpointing_changes_no_gradient(mixers: str) -> None:
     model, ids = student("ouro", mixers).train(), tokens(2, 11)
     model(ids, labels=ids).loss.backward()

@@ -142,6 +142,24 @@ def test_the_same_step_and_no_break_in_a_layer(
     assert objective.teacher.model.call_layer is run_layer
 
 
+@pytest.mark.parametrize("family", ["ouro", "qwen3"])  # qwen3 computes activations again
+def test_layers_that_read_depth_are_compiled_in_two_parts(family: str) -> None:
+    teacher = tiny_model(tiny_spec(family)).requires_grad_(False)
+    student = build_student(teacher, ["moda"] * 3).train()
+    student.model.gradient_checkpointing = family == "qwen3"
+    settings = LogitsSettings(ce_weight=0.5, loop_warmup_share=1.0, depth_warmup_share=0.0)
+    objective = LogitsObjective(teacher, student, settings)
+    expected = step(objective)
+    counter = CompileCounterWithBackend("aot_eager")
+    with compiled(objective, ON, fail, backend=counter, fullgraph=True):
+        check_same(step(objective), expected)
+        makes = counter.frame_count
+        check_same(step(objective), expected)
+    assert counter.frame_count == makes
+    # The teacher's layer, a visit that reads nothing, the two parts of others and of the last one.
+    assert makes <= 8
+
+
 def test_under_autocast() -> None:
     objective = logits("llama", FEW)
     expected = step(objective, bf16=True)

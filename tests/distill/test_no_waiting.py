@@ -45,6 +45,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         *((family, ["gdn", "full", "window"]) for family in ("llama", "ouro", "gemma2")),
         *((family, ["dsa", "nsa", "dsa"]) for family in ("llama", "ouro", "gemma2")),
         ("llama", ["kda", "mamba2", "retnet"]),
+        ("gemma2", ["moda", "gdn", "moda"]),
     ],
 )
 def test_a_step_waits_for_nothing(stage: str, family: str, mixers: list[str]) -> None:

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from ltconvert import recipes
 from ltconvert.convert.inspect import model_facts
+from ltconvert.convert.students import depth
+from ltconvert.convert.students.depth_stream import DepthStream
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import build_student
@@ -118,6 +120,39 @@ def test_a_dense_teacher_is_looped_first_and_the_plan_says_at_what_cost() -> Non
     assert memory["loop"]["optimiser"] == 8 * size
     assert memory["align"]["teacher"] == 4 * (teacher + size)  # the looped one is compared with
     assert any("in 2 loops (" in x and "single loops' own)" in x for x in summary_lines(made))
+
+
+@pytest.mark.parametrize("family", ["ouro", "smollm3", "gemma3"])  # positions of 1, 2 and 2 kinds
+def test_a_depth_stream_is_counted_as_it_is_made(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(family)
+    chosen = recipe(student={"mixer": "moda", "full_layers": 0, "depth_slots": "last:4"})
+    models, length = models_of(chosen, spec), 9
+    model = tiny_model(spec, ["moda"] * 3, depth_slots="last:4")
+    made: list[DepthStream] = []
+
+    def noted(*given: Any) -> DepthStream:
+        made.append(DepthStream(*given))
+        return made[-1]
+
+    monkeypatch.setattr(depth, "DepthStream", noted)
+    model(tokens(1, length)).logits.sum().backward()
+    (stream,) = made
+    held = [x for s in stream.slots.values() for x in (s.k_NBTGD, s.v_NBTGD, *s.gradients[:2])]
+    assert sum(x.nbytes for x in held) == 2 * 4 * models.hybrid.depth_width * length
+    plain = models_of(recipe(student={"mixer": "full"}), spec)
+    less = stage_memory("logits", recipe(student={"mixer": "full"}), plain, "fp32")
+    more = stage_memory("logits", chosen, models, "fp32")["activations"] - less["activations"]
+    tokens_at_once = chosen.logits.rows_at_once * chosen.logits.seq_len_tokens
+    assert more > tokens_at_once * 8 * models.hybrid.depth_width
+    # 4 products and sums a slot, head and channel, and the projections.
+    width = spec.num_attention_heads * spec.head_dim
+    read = sum(x.visits * x.depth_slots for x in models.hybrid.layers)
+    projected = sum(x.numel() for n, x in model.named_parameters() if "depth_proj" in n)
+    visits = spec.num_loops if family == "ouro" else 1
+    flops = forward_flops(models.hybrid, spec, 64) - forward_flops(plain.hybrid, spec, 64)
+    assert flops == pytest.approx(4 * width * read + 2 * visits * projected)
 
 
 def test_a_visit_of_a_tied_layer_counts_one_loops_corrections() -> None:

@@ -14,7 +14,10 @@ from decode_case import DEVICE, DTYPES, GPU, needs_triton
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
-from ltconvert.kernels.decode_attention import decode_attention
+from ltconvert.kernels.decode_attention import (
+    decode_attention,
+    decode_attention_with_sum,
+)
 from ltconvert.kernels.parity import check, judge
 
 # batch, query heads, key/value heads, slots, width
@@ -97,6 +100,23 @@ def test_value(
     check(judge(truth, plain, {"o": found}, dtype))
     short = {**given, "lengths_B": given["lengths_B"].int()}
     assert torch.equal(decode_attention(**short, **options), found)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3]])
+def test_the_log_of_the_weights_sum(
+    backend: str, shape: tuple[int, ...], soft_cap: float | None
+) -> None:
+    given, group = inputs(shape), shape[1] // shape[2]
+    options = {"scale": 0.7, "soft_cap": soft_cap}
+    o, log_sum = decode_attention_with_sum(**given, **options)
+    torch.testing.assert_close(o, decode_attention(**given, **options))
+    q, k = given["q_BHD"].double(), given["k_BGSD"].double()
+    for b, length in enumerate(given["lengths_B"].tolist()):
+        for h in range(shape[1]):
+            scores = 0.7 * k[b, h // group, :length] @ q[b, h]
+            scores = scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()
+            torch.testing.assert_close(log_sum[b, h], scores.exp().sum().log().float())
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])

@@ -120,7 +120,7 @@ def test_values_from_the_command_line(text: str, section: str, key: str, value: 
         (
             "student.mixer=gdm",
             "student.mixer: input should be 'gdn', 'gdn_window', 'kda', 'deltanet', 'mamba2', "
-            "'retnet', 'dsa', 'nsa', 'window' or 'full'",
+            "'retnet', 'dsa', 'nsa', 'window', 'moda' or 'full'",
         ),
         ("student.window_tokens=2048", "align.seq_len_tokens 2048 shows nothing outside"),
         ("align.batch_tokens=8", "align: batch_tokens 8 is less than one forward pass"),
