@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -164,8 +164,14 @@ def test_a_schedule_on_the_device_is_a_number() -> None:
         torch.testing.assert_close(found[name], value, msg=name)
 
 
-def three_way(x: Inputs, real_BT: Tensor | None = None, **options: Any) -> None:
-    """The kernel against fp64 and plain PyTorch; what padding itself gets means nothing."""
+def three_way(
+    x: Inputs, real_BT: Tensor | None = None, *, but: Sequence[str] = (), **options: Any
+) -> None:
+    """The kernel against fp64 and plain PyTorch; what padding itself gets means nothing.
+
+    Args:
+        but: gradients that are not judged.
+    """
     if real_BT is not None:
         options["keep_BS"] = real_BT
 
@@ -183,6 +189,7 @@ def three_way(x: Inputs, real_BT: Tensor | None = None, **options: Any) -> None:
         return masked
 
     truth = results(call("reference"), x, torch.float64)
+    truth = {n: y for n, y in truth.items() if n not in but}
     check(judge(truth, results(call("reference"), x), results(call("triton"), x), x["q"].dtype))
 
 
@@ -197,7 +204,11 @@ def test_lengths_slots_and_schedules(
     length: int, slots: int, schedule: float, dtype: torch.dtype
 ) -> None:
     x = inputs_of(length, heads=6, slots=slots, dtype=dtype)
-    three_way(x, slots=slots, scale=0.25, schedule=schedule)
+    # With one key these are g.v - g.o' of nearly equal numbers, o' rounded to the working dtype, as
+    # in any attention's backward that reads its own output.
+    rounded = length == 1 and dtype != torch.float32
+    but = ("gradient of q", "gradient of k") if rounded else ()
+    three_way(x, slots=slots, scale=0.25, schedule=schedule, but=but)
 
 
 @needs_triton
