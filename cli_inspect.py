@@ -118,9 +118,10 @@ def _rows(layers: tuple[LayerFacts, ...], *, merge: bool) -> Iterator[tuple[Any,
 
 
 def _cells(layer: LayerFacts) -> tuple[Any, ...]:
+    windows = list(dict.fromkeys(layer.windows))
     return (
         layer.mixer,
-        layer.window,
+        windows[0] if len(windows) == 1 else ", ".join(str(window) for window in windows),
         layer.rope,
         layer.visits,
         output.human_count(layer.parameters),

@@ -74,15 +74,15 @@ class LayerStep:
         if now.kept is not None:
             now.kept[self] = y_BR
         o_BM, before_BC = self.mix(y_BR, cache_layer, now), h_BC
-        h_BC = _add(o_BM, layer.mixer.o_proj, layer.post_mixer_norm, h_BC)
+        h_BC = _add(o_BM, layer.mixer.o_proj, layer.post_mixer_norm, h_BC, outer=layer.outer)
         if now.depth is not None:
             now.depth.leave(layer, before_BC, h_BC)
         activation = _ACTIVATIONS.get(layer.mixer.spec.hidden_act)
         if activation is None:
-            return h_BC + layer.mlp_branch(h_BC)
+            return layer.with_mlp(h_BC, layer.mlp_branch(h_BC))
         norm = norm_of(layer.pre_mlp_norm)
         m_BI = decode_linear(h_BC, *self.gate_up, swiglu=True, activation=activation, **norm)
-        return _add(m_BI, layer.mlp.down_proj, layer.post_mlp_norm, h_BC)
+        return _add(m_BI, layer.mlp.down_proj, layer.post_mlp_norm, h_BC, outer=layer.outer)
 
     def mix(self, y_BR: Tensor, cache_layer: Any, now: Now) -> Tensor:
         """All projections of the token -> what the output projection reads, [B, M]."""
@@ -164,10 +164,13 @@ class WindowedGatedDeltaNetStep(LinearStep):
         )  # fmt: skip
 
 
-def _add(x_BM: Tensor, linear: nn.Linear, norm: nn.Module, residual_BC: Tensor) -> Tensor:
-    """residual + norm(linear(x)), [B, C]."""
-    if not isinstance(norm, RMSNorm):
-        return decode_linear(x_BM, linear.weight, linear.bias, residual_BO=residual_BC)
+def _add(
+    x_BM: Tensor, linear: nn.Linear, norm: nn.Module, residual_BC: Tensor, *, outer: bool
+) -> Tensor:
+    """residual + norm(linear(x)), or with ``outer`` norm(residual + linear(x)); [B, C]."""
+    if outer or not isinstance(norm, RMSNorm):
+        h_BC = decode_linear(x_BM, linear.weight, linear.bias, residual_BO=residual_BC)
+        return normed(h_BC, norm) if isinstance(norm, RMSNorm) else h_BC
     return normed(decode_linear(x_BM, linear.weight, linear.bias), norm, residual_BC)
 
 

@@ -78,13 +78,17 @@ class Step:
         seen: dict[int, LayerStep] = {}  # by physical layer, the step of its last visit
         now = self._now(kept if self.exits else None)
         # Behind `now`: what is launched here ends what kernels of the layers may not wait for.
-        h_BC = loop_in_BC = decoder.embed(token_B)
+        h_BC = loop_in_BC = prelude_BC = decoder.embed(token_B)
         for visit in decoder.schedule:
             layer, cache_layer = self.layers[visit.slot], self.cache.layers[visit.slot]
             if left and visit.layer in core:
                 layer = seen[visit.layer]
                 layer.take_in(kept[layer], cache_layer, now)
                 continue
+            if visit.opens_loop and decoder.injection is not None:
+                if visit.loop == 0:
+                    prelude_BC, h_BC = h_BC, decoder.injection.first(h_BC, now.positions_B)
+                h_BC = decoder.injection(h_BC, prelude_BC)
             if visit.opens_loop:
                 loop_in_BC = h_BC
             if now.depth is not None:
@@ -105,12 +109,12 @@ class Step:
         The norm at the very end is part of the head's product.
         """
         decoder, last = self.model.model, self.model.model.schedule[-1]
-        every = decoder.spec.loop_norm == "every"
+        closes = decoder.spec.norm_closes(visit.loop)
         at_end = visit.loop == last.loop
-        next_BC = normed(h_BC, decoder.norm) if every and visit is not last else h_BC
+        next_BC = normed(h_BC, decoder.norm) if closes and visit is not last else h_BC
         left = at_end
         if leaves is not None and not at_end:
-            left = leaves.after(next_BC if every else normed(h_BC, decoder.norm))
+            left = leaves.after(next_BC if closes else normed(h_BC, decoder.norm))
         if leaves is not None and left:
             self.cache.count_loops(visit.loop + 1)
         return (h_BC if left and last.closes_loop else next_BC), left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
@@ -23,7 +24,8 @@ class LayerFacts:
 
     Attributes:
         mixer: one of ``MIXERS``.
-        window: tokens that its attention sees (the token itself counted), None for all or none.
+        windows: tokens that its attention sees in each visit (the token itself counted), None for
+            all or none.
         attended: tokens that a query attends to at most, where it chooses them among all.
         choosing_width: multiplications that looking at one token costs a query that chooses.
         rope: name of its positions, None for none.
@@ -32,7 +34,8 @@ class LayerFacts:
         own_parameters, mixer_own_parameters: of these, what is one loop's own, all loops together.
         aligned_parameters: of its mixer, those that the stage `align` trains.
         cache_bytes_per_token: over all visits, growing with every token.
-        cache_tokens: tokens after which the cache stops growing, None where it never does.
+        cache_tokens: tokens after which the cache of each visit stops growing, None where it never
+            does.
         state_bytes: over all visits, whatever the context (recurrent state, convolution history).
         depth_slots: of the depth stream, that a visit reads on average.
         rows: vectors that stand for a token in its products, at most; above 1 in a Dreamer.
@@ -43,7 +46,7 @@ class LayerFacts:
 
     layer: int
     mixer: str
-    window: int | None
+    windows: tuple[int | None, ...]
     attended: int | None
     choosing_width: float
     rope: str | None
@@ -54,7 +57,7 @@ class LayerFacts:
     mixer_own_parameters: int
     aligned_parameters: int
     cache_bytes_per_token: int
-    cache_tokens: int | None
+    cache_tokens: tuple[int | None, ...]
     state_bytes: int
     depth_slots: float
     rows: int = 1
@@ -70,9 +73,14 @@ class LayerFacts:
 
     def cache_bytes(self, context_tokens: int) -> int:
         """Cache of one sequence of so many tokens."""
-        limit = self.cache_tokens
-        kept = context_tokens if limit is None else min(context_tokens, limit)
-        return kept * self.cache_bytes_per_token + self.state_bytes
+        limits = (context_tokens if limit is None else limit for limit in self.cache_tokens)
+        kept = sum(min(context_tokens, limit) for limit in limits)
+        return kept * self.cache_bytes_per_token // self.visits + self.state_bytes
+
+    @property
+    def grows(self) -> bool:
+        """Whether every further token takes memory; so it is in all visits or in none."""
+        return None in self.cache_tokens
 
 
 @dataclass(frozen=True)
@@ -101,15 +109,12 @@ class ModelFacts:
     @property
     def cache_bytes_per_token(self) -> int:
         """What every further token of a long sequence adds."""
-        return sum(x.cache_bytes_per_token for x in self.layers if x.cache_tokens is None)
+        return sum(x.cache_bytes_per_token for x in self.layers if x.grows)
 
     @property
     def constant_bytes(self) -> int:
         """What a long sequence's cache holds whatever its length: states and full windows."""
-        growing = (x.cache_bytes_per_token for x in self.layers if x.cache_tokens is not None)
-        limits = (x.cache_tokens for x in self.layers if x.cache_tokens is not None)
-        windows = sum(a * b for a, b in zip(growing, limits, strict=True))
-        return windows + sum(x.state_bytes for x in self.layers)
+        return sum(x.cache_bytes(0 if x.grows else sys.maxsize) for x in self.layers)
 
     def cache_bytes(self, context_tokens: int) -> int:
         """Cache of one sequence of so many tokens."""
@@ -133,16 +138,16 @@ def model_facts(config: LT2Config, cache_dtype: torch.dtype = torch.bfloat16) ->
     with torch.device("meta"):
         model = LT2ForCausalLM(config)
     model.tie_weights()
-    visits = [0] * config.num_layers
+    loops: list[list[int]] = [[] for _ in range(config.num_layers)]
     for step in model.model.schedule:
-        visits[step.layer] += 1
+        loops[step.layer].append(step.loop)
     embedding = model.model.embed_tokens.weight.numel()
     tied = config.tie_word_embeddings
     return ModelFacts(
         family=config.family,
         loops=config.num_loops,
         layers=tuple(
-            _layer_facts(config, model.model, layer, visits[layer], cache_dtype.itemsize)
+            _layer_facts(config, model.model, layer, loops[layer], cache_dtype.itemsize)
             for layer in range(config.num_layers)
         ),
         parameters=count(model) - (model.lm_head.weight.numel() if tied else 0),
@@ -181,22 +186,26 @@ def count_own(module: nn.Module) -> int:
 
 
 def _layer_facts(
-    config: LT2Config, model: LT2Model, layer: int, visits: int, itemsize: int
+    config: LT2Config, model: LT2Model, layer: int, loops: list[int], itemsize: int
 ) -> LayerFacts:
-    assert config.mixers is not None
-    kind = config.mixers[layer]
-    per_token, limit, state = _cache(config, layer, itemsize)
+    """Facts of a layer that is visited in those loops."""
+    kind, visits = config.mixers[layer], len(loops)
+    windows = [config.window(layer, loop) for loop in loops]
+    per_token, state = _cache(config, layer, itemsize)
+    keeps_keys = MIXERS[kind].keeps_keys
+    # The next token sees itself and window - 1 before it; `dsa` keeps what it may choose.
+    limits = [None if w is None or kind == "dsa" else w - 1 for w in windows]
     return LayerFacts(
         **_weights(model, layer),
         layer=layer,
         mixer=kind,
-        window=config.window(layer) if MIXERS[kind].keeps_keys else None,
+        windows=tuple(windows) if keeps_keys else (None,) * visits,
         attended=config.attended(layer),
         choosing_width=_choosing_width(config, layer),
         rope=config.layer_rope[layer] if MIXERS[kind].uses_rope else None,
         visits=visits,
         cache_bytes_per_token=visits * per_token,
-        cache_tokens=limit,
+        cache_tokens=tuple(limits) if keeps_keys else (0,) * visits,
         state_bytes=visits * state,
         depth_slots=_depth_slots(config, model, layer),
     )
@@ -230,10 +239,8 @@ def _depth_slots(config: LT2Config, model: LT2Model, layer: int) -> float:
     return mean(visit.stop - visit.first for step, visit in steps if step.layer == layer)
 
 
-def _cache(config: LT2Config, layer: int, itemsize: int) -> tuple[int, int | None, int]:
-    """One visit's bytes a token, tokens it is limited to, and bytes whatever the length."""
-    assert config.mixers is not None
-    window = config.window(layer)
+def _cache(config: LT2Config, layer: int, itemsize: int) -> tuple[int, int]:
+    """One visit's bytes a token, and bytes whatever the length."""
     width = config.num_attention_heads * config.head_dim
     heads, state = config.num_key_value_heads, 0
     mixer = MIXERS[config.mixers[layer]]
@@ -242,16 +249,14 @@ def _cache(config: LT2Config, layer: int, itemsize: int) -> tuple[int, int | Non
         heads = config.num_attention_heads
         state = width * config.head_dim * torch.float32.itemsize + history
     if not mixer.keeps_keys:
-        return 0, 0, state
+        return 0, state
     per_token = 2 * heads * config.head_dim * itemsize
     if config.mixers[layer] == "dsa":
-        window = None  # all keys are kept
         per_token += config.head_dim * itemsize  # the indexer's key
     if config.mixers[layer] == "nsa":
         state = per_token  # the slot that is nobody's
         per_token += per_token // config.block_tokens
-    # The next token sees itself and window - 1 before it.
-    return per_token, None if window is None else window - 1, state
+    return per_token, state
 
 
 def _choosing_width(config: LT2Config, layer: int) -> float:

@@ -101,11 +101,12 @@ class AlignObjective:
                     state = model.visit(step, state, context)
                 continue
             with torch.no_grad():
-                state = model.enter(step, state)
+                state = model.enter(step, state, context)
                 layer, here = model.layers[step.layer], model.context_of(step, context)
                 h_BTC, x_BTC, y_BTC = self._show(layer, state.h_BTC, here)
                 state = model.leave(step, state.with_stream(h_BTC))
             own = pupil.layers[step.layer]
+            here = pupil.context_of(step, context)
             error, choice = self._error(own, x_BTC, y_BTC, here, batch.mask_BT)
             loss = error / self.num_visits
             if choice is not None:

@@ -42,6 +42,8 @@ class LogitsObjective:
         student: shares no tensor with the teacher.
     """
 
+    release: Release | None = None  # of a Dreamer's routing
+
     def __init__(
         self, teacher: LT2ForCausalLM, student: LT2ForCausalLM, settings: LogitsSettings
     ) -> None:
@@ -50,8 +52,9 @@ class LogitsObjective:
         # The exit gate does not enter the loss: left trainable, it would only be decayed.
         if student.model.exit_gate is not None:
             student.model.exit_gate.requires_grad_(False)
-        dreamer, shares = student.model.dreamer, (settings.release_share, settings.balance_rate)
-        self.release = None if dreamer is None else Release(dreamer, *shares)
+        if student.model.dreamer is not None:
+            shares = settings.release_share, settings.balance_rate
+            self.release = Release(student.model.dreamer, *shares)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Converted mixers and what a depth stream or a Dreamer needs at ``mixer_lr``; everything

@@ -31,7 +31,7 @@ def segment_counts(segment_ids_BT: Tensor | None, keep_BT: Tensor | None) -> Ten
         before_BT = torch.nn.functional.pad(last_kept_BT[:, :-1], (1, 0), value=-1)
         id_before_BT = segment_ids_BT.gather(1, before_BT.clamp(min=0))
         starts_BT = keep_BT & (before_BT >= 0) & (segment_ids_BT != id_before_BT)
-    if _can_look(starts_BT) and not starts_BT.any():
+    if can_look(starts_BT) and not starts_BT.any():
         return None
     return starts_BT.cumsum(dim=1)
 
@@ -49,7 +49,7 @@ def padding_mask(keep_BT: Tensor | None) -> Tensor | None:
     if keep_BT is None:
         return None
     keep_BT = keep_BT.bool()
-    return None if _can_look(keep_BT) and keep_BT.all() else keep_BT
+    return None if can_look(keep_BT) and keep_BT.all() else keep_BT
 
 
 def clear_padding(keep_BT: Tensor | None, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -62,6 +62,10 @@ def clear_padding(keep_BT: Tensor | None, *tensors: Tensor | None) -> list[Tenso
     ]
 
 
-def _can_look(tensor: Tensor) -> bool:
-    """Whether branching on values costs nothing: a GPU would have to wait, a graph would break."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+def can_look(tensor: Tensor) -> bool:
+    """Whether branching on values costs nothing: a GPU would have to wait, a graph would break.
+
+    Tracers have classes of their own for tensors without values.
+    """
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return plain and tensor.device.type == "cpu" and not torch.compiler.is_compiling()

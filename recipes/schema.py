@@ -55,10 +55,12 @@ class StudentSettings(DreamerSettings):
     full_mixer: Literal["full", "moda"] = Field(
         "full", description="what these are: attention, or attention that reads a depth stream"
     )
-    window_tokens: int = Field(
+    window_tokens: PositiveInt | list[PositiveInt] = Field(
         128,
-        gt=0,
-        description="window of `window`, `gdn_window` and `nsa` mixers, the token itself counted",
+        description=(
+            "window of `window`, `gdn_window` and `nsa` mixers, the token itself counted; `window`:"
+            " also a list, one a loop"
+        ),
     )
     top_k_tokens: int = Field(
         2048, gt=0, description="tokens that a query of a `dsa` mixer attends to"
@@ -165,12 +167,14 @@ class StudentSettings(DreamerSettings):
         return min((self._exact(kind) for kind in self.kinds), key=lambda found: found[1])
 
     def _exact(self, kind: Mixer) -> tuple[str, int]:
+        windows = self.window_tokens
+        least = windows if isinstance(windows, int) else min(windows)
         if kind in ("window", "gdn_window"):
-            return "student.window_tokens", self.window_tokens
+            return "student.window_tokens", least
         if kind == "dsa":
             return "student.top_k_tokens", self.top_k_tokens
         if kind == "nsa":
-            tokens = self.window_tokens + self.block_tokens * self.chosen_blocks
+            tokens = least + self.block_tokens * self.chosen_blocks
             return "student.window_tokens + block_tokens * chosen_blocks", tokens
         return "", 0
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations, product
 from typing import Any
 
+import pytest
 import torch
 
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
@@ -64,6 +67,17 @@ _DIFFERENCES: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(_DIFFERENCES)
+_DIFFERENCES["huginn"] = {  # beside the others: two of three layers do not loop
+    "norm_layout": "outer",
+    "loop_norm": "core",
+    "initial_state_std": 0.1,
+    "embedding_scale": 32**0.5,
+    "qkv_bias": True,
+    "num_loops": 3,
+    "prelude_layers": 1,
+    "coda_layers": 1,
+    "tie_word_embeddings": True,
+}
 
 
 def tiny_spec(family: str = "llama", **changes: Any) -> TeacherSpec:
@@ -99,3 +113,36 @@ def tiny_model(
 def tokens(rows: int, length: int, seed: int = 1) -> torch.Tensor:
     """Random token ids [rows, length]; 0 is left for padding."""
     return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def covering(*choices: Sequence[Any]) -> list[Any]:
+    """All combinations, for ``parametrize``; ``slow`` but for some that hold every pair of values.
+
+    Greedy: the next one is that with most pairs not seen yet.
+    """
+    left = list(product(*(range(len(values)) for values in choices)))
+    unseen = {pair for one in left for pair in _pairs(one)}
+    kept = []
+    while unseen:
+        best = max(left, key=lambda one: len(unseen & _pairs(one)))
+        left.remove(best)
+        unseen -= _pairs(best)
+        kept.append(best)
+    return [_case(choices, one) for one in kept] + [_case(choices, one, "slow") for one in left]
+
+
+def diagonal(rows: Sequence[Any], columns: Sequence[Any], each: int = 2) -> list[Any]:
+    """All pairs, for ``parametrize``; ``slow`` but for ``each`` rows a column, taken in turn."""
+    return [
+        _case((rows, columns), (r, c), *(() if (r - c * each) % len(rows) < each else ("slow",)))
+        for r, c in product(range(len(rows)), range(len(columns)))
+    ]
+
+
+def _pairs(one: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return set(combinations(enumerate(one), 2))
+
+
+def _case(choices: Sequence[Sequence[Any]], one: tuple[int, ...], *marks: str) -> Any:
+    values = [values[index] for values, index in zip(choices, one, strict=True)]
+    return pytest.param(*values, marks=[getattr(pytest.mark, name) for name in marks])

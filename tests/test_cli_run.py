@@ -255,6 +255,7 @@ def test_generate_from_an_unfinished_run(
     assert "without a finished student" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_student_loads_in_a_fresh_process(finished: Path) -> None:
     """The shim that `save_student` writes is all that transformers needs."""
     folder = finished / "student"

@@ -8,6 +8,8 @@ cache of another visit, as if that visit had read the same input, and computes n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ltconvert.convert.mixers.attention import Attention, Projections, WindowAttention
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.deltanet import DeltaNet
@@ -44,7 +46,7 @@ def make_mixer(
     spec: TeacherSpec,
     layer: int,
     *,
-    window_tokens: int,
+    window_tokens: int | Sequence[int],
     conv_size: int | None,
     sdpa_gate: bool,
     top_k_tokens: int,
@@ -67,15 +69,16 @@ def make_mixer(
     if kind == "dsa":
         return SparseAttention(spec, layer, top_k=top_k_tokens, index_heads=index_heads)
     window = spec.layer_windows[layer]
+    wanted = [window_tokens] if isinstance(window_tokens, int) else window_tokens
     if kind == "nsa":
         return BlockSparseAttention(
-            spec, layer, window=window_tokens, block=block_tokens, chosen=chosen_blocks
+            spec, layer, window=wanted[0], block=block_tokens, chosen=chosen_blocks
         )
-    narrow = min(window_tokens, window or window_tokens)
+    narrow = [min(tokens, window or tokens) for tokens in wanted]
     if kind == "gdn_window":
-        return WindowedGatedDeltaNet(spec, layer, conv_size=conv_size, window=narrow)
+        return WindowedGatedDeltaNet(spec, layer, conv_size=conv_size, window=narrow[0])
     if kind == "window":
-        return WindowAttention(spec, layer, window=narrow, sdpa_gate=False)
+        return WindowAttention(spec, layer, windows=narrow)
     if kind == "moda":
         return MixtureOfDepths(
             spec, layer, window=window, sdpa_gate=sdpa_gate, rope=depth_rope, bias=depth_bias

@@ -162,6 +162,10 @@ class Attention(Projections):
             o_BTM = o_BTM * (2.0 * torch.sigmoid(self.gate_proj(x_BTC)))
         return self.o_proj(o_BTM, context.loop)
 
+    def window_in(self, loop: int) -> int | None:
+        """Tokens that a query sees in one loop, itself counted; None for all."""
+        return self.window
+
     def take_in(
         self, kept: Sequence[Tensor], context: SequenceContext, cache_layer: CacheLayerMixin
     ) -> None:
@@ -172,7 +176,8 @@ class Attention(Projections):
         self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, context: SequenceContext
     ) -> Tensor:
         """softmax(q.k) v for every query, [B, H, T, D]."""
-        return softmax_attention(q_BHTD, k_BGSD, v_BGSD, context, self.spec, self.window)
+        window = self.window_in(context.loop)
+        return softmax_attention(q_BHTD, k_BGSD, v_BGSD, context, self.spec, window)
 
     def scores(
         self, x_BTC: Tensor, context: SequenceContext, at_n: Tensor
@@ -194,10 +199,22 @@ class Attention(Projections):
 
 
 class WindowAttention(Attention):
-    """Softmax attention over the last ``window`` tokens (the token itself counted)."""
+    """Softmax attention over the last tokens, the token itself counted.
+
+    Args:
+        windows: how many, one for all loops or one a loop.
+    """
 
     kind = "window"
     converted = True
+
+    def __init__(self, spec: TeacherSpec, layer: int, *, windows: Sequence[int]) -> None:
+        super().__init__(spec, layer, window=max(windows), sdpa_gate=False)
+        self.windows = tuple(windows)
+
+    def window_in(self, loop: int) -> int:
+        """See ``Attention``."""
+        return self.windows[0] if len(self.windows) == 1 else self.windows[loop]
 
 
 def softmax_attention(

@@ -37,6 +37,8 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """``h += mixer branch; h += MLP branch``, norms before, after or around each branch.
 
+    In the layout ``outer`` the second norm of a branch is the stream's: ``h = norm(h + branch)``.
+
     The branches are methods, since the alignment of a mixer needs what goes into it and what it
     adds to the residual stream.
 
@@ -53,6 +55,7 @@ class DecoderLayer(nn.Module):
                 return nn.Identity()
             return RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset, loops=loops)
 
+        self.outer = spec.norm_layout == "outer"
         before, after = spec.norm_layout != "post", spec.norm_layout != "pre"
         self.pre_mixer_norm = norm(before)
         self.mixer = mixer
@@ -68,7 +71,7 @@ class DecoderLayer(nn.Module):
 
     def mixer_contribution(self, y_BTC: Tensor, loop: int | None = None) -> Tensor:
         """What a mixer's output adds to the residual stream."""
-        return _normed(self.post_mixer_norm, y_BTC, loop)
+        return y_BTC if self.outer else _normed(self.post_mixer_norm, y_BTC, loop)
 
     def mlp_branch(self, h_BTC: Tensor, loop: int | None = None) -> Tensor:
         """The MLP's contribution to the residual stream, [B, T, C]."""
@@ -80,7 +83,8 @@ class DecoderLayer(nn.Module):
 
     def mlp_contribution(self, x_BTC: Tensor, loop: int | None = None) -> Tensor:
         """What the MLP makes of its input and adds to the residual stream."""
-        return _normed(self.post_mlp_norm, self.mlp(x_BTC, loop), loop)
+        y_BTC = self.mlp(x_BTC, loop)
+        return y_BTC if self.outer else _normed(self.post_mlp_norm, y_BTC, loop)
 
     def forward(
         self,
@@ -99,8 +103,18 @@ class DecoderLayer(nn.Module):
 
     def after_mixer(self, h_BTC: Tensor, y_BTC: Tensor, loop: int | None = None) -> Tensor:
         """The stream with the mixer's output and the MLP branch, [B, T, C]."""
+        h_BTC = self.with_mixer(h_BTC, y_BTC, loop)
+        return self.with_mlp(h_BTC, self.mlp_branch(h_BTC, loop), loop)
+
+    def with_mixer(self, h_BTC: Tensor, y_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """The stream with the mixer's output, [B, T, C]."""
         h_BTC = h_BTC + self.mixer_contribution(y_BTC, loop)
-        return h_BTC + self.mlp_branch(h_BTC, loop)
+        return _normed(self.post_mixer_norm, h_BTC, loop) if self.outer else h_BTC
+
+    def with_mlp(self, h_BTC: Tensor, y_BTC: Tensor, loop: int | None = None) -> Tensor:
+        """The stream with the MLP branch's contribution, [B, T, C]."""
+        h_BTC = h_BTC + y_BTC
+        return _normed(self.post_mlp_norm, h_BTC, loop) if self.outer else h_BTC
 
 
 def _normed(norm: nn.Module, x_BTC: Tensor, loop: int | None) -> Tensor:

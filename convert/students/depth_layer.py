@@ -104,8 +104,9 @@ def _writes(context: SequenceContext) -> tuple[str, ...]:
 def _after_mixer(
     layer: DecoderLayer, h_BTC: Tensor, y_BTC: Tensor, context: SequenceContext, slots: Slots
 ) -> tuple[Tensor, Slots]:
-    h_BTC = h_BTC + layer.mixer_contribution(y_BTC, context.loop)
+    h_BTC = layer.with_mixer(h_BTC, y_BTC, context.loop)
     x_BTC = layer.mlp_input(h_BTC, context.loop)
     if FFN in _writes(context):
         slots = {**slots, FFN: layer.depth_proj[FFN](x_BTC)}
-    return h_BTC + layer.mlp_contribution(x_BTC, context.loop), slots
+    y_BTC = layer.mlp_contribution(x_BTC, context.loop)
+    return layer.with_mlp(h_BTC, y_BTC, context.loop), slots

@@ -37,6 +37,7 @@ class LoopState:
     Attributes:
         h_BTC: the residual stream.
         loop_in_BTC: the residual stream at the start of the current loop (for the loop residual).
+        prelude_BTC: the prelude's output, where every loop reads it.
         loop_states: the normed stream [B, T, C] after each finished loop.
         depth: what sublayers left at each token; one for all states of a pass, so that of these
             the newest alone can be gone on from. None: layers that would read it do not.
@@ -46,6 +47,7 @@ class LoopState:
 
     h_BTC: Tensor
     loop_in_BTC: Tensor
+    prelude_BTC: Tensor | None = None
     loop_states: tuple[Tensor, ...] = ()
     choice_losses: tuple[Tensor, ...] = ()
     depth: DepthStream | None = None

@@ -13,6 +13,7 @@ from ltconvert.convert.students.depth_plan import DepthPlan, depth_plan
 from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.loop import Step, at_depth, make_schedule
 from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.errors import UserError
 
 # transformers renamed it after 5.17
 INDEXED_TYPE = (
@@ -31,7 +32,8 @@ class LT2Config(PreTrainedConfig):
 
     Attributes:
         mixers: the mixer of each physical layer, see ``ltconvert.convert.mixers.MIXERS``.
-        window_tokens: window of ``window``, ``gdn_window`` and ``nsa`` mixers.
+        window_tokens: window of ``window``, ``gdn_window`` and ``nsa`` mixers; of ``window`` also a
+            list, one a loop (before the loops the first one holds, behind them the last one).
         conv_size: taps of the short convolution of linear mixers; None for none.
         top_k_tokens, index_heads: tokens that a ``dsa`` mixer chooses, and heads that choose them.
         block_tokens, chosen_blocks: tokens of a block of an ``nsa`` mixer, and how many it chooses.
@@ -49,7 +51,7 @@ class LT2Config(PreTrainedConfig):
     prelude_layers: int = 0
     coda_layers: int = 0
     tied_rank: int | None = None
-    window_tokens: int = 128
+    window_tokens: int | list[int] = 128
     conv_size: int | None = 4
     top_k_tokens: int = 2048
     index_heads: int = 4
@@ -84,7 +86,7 @@ class LT2Config(PreTrainedConfig):
         Where the teacher has a window, `nsa` leaves its attention as it is: `full`.
 
         Raises:
-            ValueError: not one mixer a layer.
+            ValueError: not one mixer a layer, or windows that these mixers or loops do not have.
         """
         if len(mixers) != self.num_layers:
             raise ValueError(f"{len(mixers)} mixers for {self.num_layers} layers; give one a layer")
@@ -94,6 +96,7 @@ class LT2Config(PreTrainedConfig):
             "full" if kind == "nsa" and own else kind
             for kind, own in zip(mixers, windowed, strict=True)
         ]
+        self._check_windows()
         self.layer_types = [self._layer_type(step.layer) for step in self.schedule()]
         self.num_hidden_layers = len(self.layer_types)
 
@@ -155,20 +158,38 @@ class LT2Config(PreTrainedConfig):
             linear_writes=self.depth_linear_writes,
         )
 
-    def window(self, layer: int) -> int | None:
-        """Sliding window in tokens of a physical layer, None where it sees everything."""
-        window = self.layer_windows[layer]
-        if self.mixers[layer] in ("window", "gdn_window"):
-            return min(self.window_tokens, window or self.window_tokens)
-        return window
+    def window(self, layer: int, loop: int = 0) -> int | None:
+        """Sliding window in tokens of a visit of a layer, None where it sees everything."""
+        own: int | None = self.layer_windows[layer]
+        if self.mixers[layer] not in ("window", "gdn_window"):
+            return own
+        wanted = self.window_tokens
+        tokens = wanted if isinstance(wanted, int) else wanted[loop]
+        return min(tokens, own or tokens)
 
     def attended(self, layer: int) -> int | None:
         """Tokens that a query of a physical layer attends to, where it chooses them among all."""
         if self.mixers[layer] == "dsa":
             return self.top_k_tokens
         if self.mixers[layer] == "nsa":
+            assert isinstance(self.window_tokens, int)
             return self.window_tokens + self.block_tokens * self.chosen_blocks
         return None
+
+    def _check_windows(self) -> None:
+        if isinstance(self.window_tokens, int):
+            return
+        windows = len(self.window_tokens)
+        if windows != self.num_loops:
+            raise UserError(
+                f"window_tokens has {windows} windows for {self.num_loops} loops; "
+                "give one a loop, or one number for all"
+            )
+        for kind in sorted({"gdn_window", "nsa"} & set(self.mixers)):
+            raise UserError(
+                f"window_tokens is a list, and what stands beside the window in {kind} mixers is "
+                "made for one window in all loops; give one number, or use window mixers"
+            )
 
     def _layer_type(self, layer: int) -> str:
         mixer = MIXERS.get(self.mixers[layer])  # an unknown one is refused when it is made

@@ -34,6 +34,7 @@ from ltconvert.convert.students.depth_plan import DepthPlan
 from ltconvert.convert.students.dreamer.model import dreamer_pass, make_dreamer, visit_dreamer
 from ltconvert.convert.students.dreamer.router import Routes
 from ltconvert.convert.students.exits import leaving, run_until_exit
+from ltconvert.convert.students.injection import Injection
 from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.students.lt2_config import LT2Config
 from ltconvert.convert.students.shared_cache import owners
@@ -115,6 +116,7 @@ class LT2Model(LT2PreTrainedModel):
         )
         self.dreamer = make_dreamer(config)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
+        self.injection = Injection(spec) if spec.initial_state_std is not None else None
         self.exit_gate = nn.Linear(spec.hidden_size, 1) if spec.exit_gate else None
         self.loop_residual = (
             nn.Parameter(torch.zeros(spec.num_loops, spec.hidden_size))
@@ -150,7 +152,7 @@ class LT2Model(LT2PreTrainedModel):
 
     def new_cache(self, loop_cache: str | None = None) -> LoopCache:
         """An empty cache with a slot for every visit; ``last`` see ``shared_cache``."""
-        windows = [self.config.window(step.layer) for step in self.schedule]
+        windows = [self.config.window(step.layer, step.loop) for step in self.schedule]
         return LoopCache(self.config.layer_types, windows, owners(self.config, loop_cache))
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -211,8 +213,8 @@ class LT2Model(LT2PreTrainedModel):
         """Windows of the softmax attention there is, None the whole row."""
         if self.dreamer is not None:
             return set(self.dreamer.windows)
-        mixers = [layer.mixer for layer in self.layers]
-        return {mixer.window for mixer in mixers if isinstance(mixer, Attention)}
+        visits = [(self.layers[step.layer].mixer, step.loop) for step in self.schedule]
+        return {mixer.window_in(loop) for mixer, loop in visits if isinstance(mixer, Attention)}
 
     def start(self, h_BTC: Tensor) -> LoopState:
         """The state before the first visit, without a depth stream."""
@@ -236,7 +238,7 @@ class LT2Model(LT2PreTrainedModel):
         self, step: Step, state: LoopState, context: SequenceContext, cache: LoopCache | None = None
     ) -> LoopState:
         """One visit of one layer, with what opens and closes its loop."""
-        state = self.enter(step, state)
+        state = self.enter(step, state, context)
         if state.dreamer is not None:
             return self.leave(step, visit_dreamer(self, step, state, context, cache))
         layer, context = self.layers[step.layer], self.context_of(step, context)
@@ -252,9 +254,10 @@ class LT2Model(LT2PreTrainedModel):
         return self.leave(step, state.with_stream(h_BTC))
 
     def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
-        """What a visit reads: the loop is said where it has tensors of its own."""
+        """What a visit reads: the loop is said where it has tensors or windows of its own."""
         loops, _ = self.spec.own_tensors(step.layer)
-        return context.at(step.loop if loops > 1 else 0)
+        differs = loops > 1 or not isinstance(self.config.window_tokens, int)
+        return context.at(step.loop if differs else 0)
 
     def call(self, function: Any, *arguments: Any) -> Any:
         """A function of a layer, its activations made again for the backward pass if asked for."""
@@ -262,21 +265,23 @@ class LT2Model(LT2PreTrainedModel):
             return checkpoint(function, *arguments, use_reentrant=False)
         return function(*arguments)
 
-    def enter(self, step: Step, state: LoopState) -> LoopState:
-        """Remember the stream at the start of a loop."""
+    def enter(self, step: Step, state: LoopState, context: SequenceContext) -> LoopState:
+        """Remember the stream at the start of a loop, the prelude's output added where it is."""
         if not step.opens_loop:
             return state
+        if self.injection is not None:
+            state = self.injection.enter(step, state, context.positions_BT)
         return replace(state, loop_in_BTC=state.h_BTC)
 
     def leave(self, step: Step, state: LoopState) -> LoopState:
-        """Close a loop: loop residual, then the norm, which ``loop_norm="every"`` goes on from."""
+        """Close a loop: loop residual, then the norm, which ``spec.loop_norm`` may go on from."""
         if not step.closes_loop:
             return state
         h_BTC = state.h_BTC
         if self.loop_residual is not None:
             h_BTC = h_BTC + self.loop_residual[step.loop].to(h_BTC.dtype) * state.loop_in_BTC
         normed_BTC = self.norm(h_BTC)
-        if self.spec.loop_norm == "every":
+        if self.spec.norm_closes(step.loop):
             h_BTC = normed_BTC
         return replace(state, h_BTC=h_BTC, loop_states=(*state.loop_states, normed_BTC))
 

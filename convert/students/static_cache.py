@@ -45,14 +45,15 @@ class StaticCache(LoopCache):
         loop_cache: str | None = None,
     ) -> None:
         owner_of = owners(config, loop_cache)
+        windows = [config.window(step.layer, step.loop) for step in config.schedule()]
         made: dict[str, Any] = {"dtype": dtype, "device": torch.device(device)}
         with torch.inference_mode(False):  # such tensors could not be changed outside of it
             layers: list[Any] = [
-                static_layer(config, kind, config.window(step.layer), batch, max_length, made)
-                if owner == step.slot
+                static_layer(config, kind, window, batch, max_length, made)
+                if owner == slot
                 else None
-                for kind, step, owner in zip(
-                    config.layer_types, config.schedule(), owner_of, strict=True
+                for slot, (kind, window, owner) in enumerate(
+                    zip(config.layer_types, windows, owner_of, strict=True)
                 )
             ]
             self.lengths_B = torch.zeros(batch, dtype=torch.int32, device=device)

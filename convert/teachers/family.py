@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.errors import UserError
@@ -32,12 +34,28 @@ class Family:
         read_spec: published config (a parsed config.json) -> TeacherSpec.
         layer_names: module names inside ``model.layers.{i}.``, published -> canonical.
         top_names: module names outside the layers, published -> canonical.
+        unfuse: of a format that lays tensors together or names layers in other ways: (config,
+            published name, tensor) -> names as ``layer_names`` has them, with their tensors.
     """
 
     name: str
     read_spec: Callable[[Config], TeacherSpec]
     layer_names: dict[str, str]
     top_names: dict[str, str]
+    unfuse: Callable[[Config, str, Tensor], Iterable[tuple[str, Tensor]]] | None = None
+
+    def read(self, config: Config, published: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A stored tensor by its canonical name, or the tensors that it holds.
+
+        Raises:
+            UserError: the family has no such tensor.
+        """
+        parts = (
+            [(published, value)] if self.unfuse is None else self.unfuse(config, published, value)
+        )
+        for name, part in parts:
+            if (canonical := self.rename(name)) is not None:
+                yield canonical, part
 
     def rename(self, published: str) -> str | None:
         """The canonical name of a published tensor; None for one that the config determines.
@@ -111,6 +129,16 @@ def common_fields(config: Config, family: str, *, max_positions: int) -> dict[st
         "eos_token_id": config.get("eos_token_id"),
         "pad_token_id": config.get("pad_token_id"),
     }
+
+
+def undo_interleave(value: Tensor, heads: int) -> Tensor:
+    """Rows (first, second, first, second, ...) of each head -> all first, then all second.
+
+    So that RoPE, which turns neighbours in one convention and halves in the other, turns the same
+    pairs; q.k does not depend on the order of channels.
+    """
+    rows_HFP = value.unflatten(0, (heads, -1, 2))
+    return rows_HFP.transpose(1, 2).reshape(value.shape).contiguous()
 
 
 def windows(layer_types: list[str], sliding_window: int | None) -> tuple[int | None, ...]:

@@ -52,9 +52,7 @@ def tensors(folder: Path, config: Config) -> Iterator[tuple[str, Tensor]]:
     family = family_of(config)
     for path in weight_files(folder):
         for published, value in _read_file(path):
-            name = family.rename(published)
-            if name is not None:
-                yield name, value
+            yield from family.read(config, published, value)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ltconvert.convert.teachers.family import Config
+from ltconvert.convert.teachers.family import Config, undo_interleave
 from ltconvert.convert.teachers.gguf_file import GGUFFile
 from ltconvert.errors import UserError
 
@@ -111,9 +111,9 @@ def tensors(file: GGUFFile, config: Config) -> Iterator[tuple[str, Tensor]]:
         name = canonical_name(published)
         value = file.read(published)
         if is_llama and ".mixer.q_proj." in name:
-            value = _undo_interleave(value, config["num_attention_heads"])
+            value = undo_interleave(value, config["num_attention_heads"])
         elif is_llama and ".mixer.k_proj." in name:
-            value = _undo_interleave(value, config["num_key_value_heads"])
+            value = undo_interleave(value, config["num_key_value_heads"])
         elif is_gemma and name.endswith("norm.weight"):
             value = value - 1.0
         yield name, value
@@ -132,12 +132,6 @@ def canonical_name(published: str) -> str:
     if module in _TOP_MODULES:
         return f"{_TOP_MODULES[module]}.{kind}"
     raise UserError(f"GGUF tensor {published!r} is not part of any supported family")
-
-
-def _undo_interleave(value: Tensor, heads: int) -> Tensor:
-    """Rows (first, second, first, second, ...) of each head -> all first, then all second."""
-    rows_HFP = value.unflatten(0, (heads, -1, 2))
-    return rows_HFP.transpose(1, 2).reshape(value.shape).contiguous()
 
 
 def _rope_scaling(value: Any) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ltconvert.convert.teachers import gemma, llama, olmo, ouro, qwen, smollm
+from ltconvert.convert.teachers import gemma, huginn, llama, nanbeige, olmo, ouro, qwen, smollm
 from ltconvert.convert.teachers.family import Config, Family
 from ltconvert.errors import UserError
 
@@ -13,8 +13,15 @@ FAMILIES: dict[str, Family] = {
     **olmo.FAMILIES,
     **gemma.FAMILIES,
     **ouro.FAMILIES,
+    **nanbeige.FAMILIES,
+    **huginn.FAMILIES,
 }
 
+_OTHER_LOOPS = {
+    "hrm_text": "two stacks that call each other, and prompts that attend to what follows",
+    "inkling2_loop": "a looped mixture of experts with relative positions",
+    "inkling2_loop_text": "a looped mixture of experts with relative positions",
+}
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _ENCODERS = ("bert", "electra", "t5", "bart", "pegasus", "deberta", "mpnet", "esm", "whisper")
 
@@ -39,6 +46,8 @@ def family_of(config: Config) -> Family:
 
 def _refusal(config: Config, model_type: str) -> str | None:
     """Why a config cannot be a teacher, or None."""
+    if model_type in _OTHER_LOOPS:
+        return _OTHER_LOOPS[model_type]
     if "arch" in config and "H_cycles" in str(config):
         return "a tiny recursive model is not a language model"
     if config.get("vision_config") or config.get("audio_config") or "_vl" in model_type:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ltconvert.errors import UserError
 
-NormLayout = Literal["pre", "post", "sandwich"]
+NormLayout = Literal["pre", "post", "sandwich", "outer"]
 QKNorm = Literal["head", "full"]
 
 
@@ -22,12 +22,16 @@ class TeacherSpec:
         family: name of the family module that read the config, e.g. ``"llama"``.
         num_layers: physical layers N; a looped model runs all of them ``num_loops`` times.
         norm_layout: where the RMSNorms of a branch sit: ``pre`` (norm, branch, add), ``post``
-            (branch, norm, add), ``sandwich`` (norm, branch, norm, add).
+            (branch, norm, add), ``sandwich`` (norm, branch, norm, add), ``outer`` (norm, branch,
+            add, norm).
         prelude_layers, coda_layers: layers that run once before and after the looped core.
         tied_rank: loops of the core share matrices alone: vectors (norm gains, biases) and a
             correction of this rank to every matrix are each loop's own. None: all is shared.
         norm_offset: added to every norm weight before it multiplies (Gemma stores ``w - 1``: 1.0).
-        loop_norm: ``"every"`` when the final norm closes every loop (Ouro), ``"last"`` otherwise.
+        loop_norm: ``"every"`` when the final norm closes every loop (Ouro), ``"core"`` when it
+            stands before and behind the coda (Huginn), ``"last"`` otherwise.
+        initial_state_std: the looped core begins with random numbers of that deviation and reads
+            the prelude's output in every loop (Huginn); None: it begins with that output.
         qk_norm: RMSNorm of q and k per head, over the full projection width, or none.
         attention_scale: factor on q.k before the softmax.
         attention_softcap, final_softcap: ``c * tanh(x / c)`` on scores and on logits, or None.
@@ -60,7 +64,8 @@ class TeacherSpec:
     hidden_act: str = "silu"
     norm_layout: NormLayout = "pre"
     norm_offset: float = 0.0
-    loop_norm: Literal["last", "every"] = "last"
+    loop_norm: Literal["last", "core", "every"] = "last"
+    initial_state_std: float | None = None
     qk_norm: QKNorm | None = None
     qkv_bias: bool = False
     o_bias: bool = False
@@ -90,6 +95,11 @@ class TeacherSpec:
         unknown = {name for name in self.layer_rope if name is not None} - set(self.rope)
         if unknown:
             raise UserError(f"layer_rope names {sorted(unknown)}, rope defines {sorted(self.rope)}")
+
+    def norm_closes(self, loop: int) -> bool:
+        """Whether what follows a loop reads the final norm of its stream."""
+        last = loop == self.num_loops - 1
+        return self.loop_norm == "every" or (self.loop_norm == "core" and last)
 
     def own_tensors(self, layer: int) -> tuple[int, int]:
         """How many loops of a layer have tensors of their own, and the rank of corrections.

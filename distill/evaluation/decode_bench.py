@@ -122,7 +122,7 @@ def _pretend(model: LT2ForCausalLM, cache: LoopCache, context: int) -> None:
     """Make a cache of one token one of so many, with random numbers."""
     generator = torch.Generator(model.device).manual_seed(0)
     for layer, step in zip(cache.layers, model.model.schedule, strict=True):
-        window = model.config.window(step.layer)
+        window = model.config.window(step.layer, step.loop)
         if isinstance(layer, CacheLayerMixin):
             kept = context if window is None else min(context, window - 1)
             counts = dict.fromkeys(("keys", "values", "indexer_keys"), kept)

@@ -42,6 +42,8 @@ def weight_bytes(model: LT2ForCausalLM) -> int:
     config.tied_rank = None  # a loop's own tensors are merged into what its visit reads
     layers = model_facts(config).layers
     visits = model.dtype.itemsize * sum(layer.visits * layer.parameters for layer in layers)
+    if model.model.injection is not None:
+        visits += config.num_loops * model.model.injection.adapter.weight.nbytes
     return visits + model.head_weight.nbytes + model.model.norm.weight.nbytes
 
 

@@ -224,7 +224,7 @@ def _scores(layer: LayerFacts, settings: LogitsSettings, device: str) -> int:
     op = {"gdn_window": "window_attention", "moda": "depth_attention"}.get(layer.mixer)
     if op is None or dispatch.choose(op, dispatch.asked_for(op), device)[0] != "reference":
         return 0
-    return layer.window or settings.seq_len_tokens
+    return layer.windows[0] or settings.seq_len_tokens
 
 
 def saved_bytes(
@@ -246,9 +246,10 @@ def saved_bytes(
     width = spec.num_attention_heads * spec.head_dim
     total = (heads + _SAVED_BESIDE_GDN.get(layer.mixer, 0)) * width
     if layer.mixer == "gdn_window":
-        assert layer.window is not None
+        window = layer.windows[0]
+        assert window is not None
         total += _SAVED_WINDOW[precision] * width
-        scores = layer.window if scores is None else scores
+        scores = window if scores is None else scores
     a_score = _SAVED_DEPTH_SCORE if layer.mixer == "moda" else _SAVED_SCORE
     total += a_score * (scores or 0) * spec.num_attention_heads
     if layer.mixer == "moda":
@@ -260,7 +261,7 @@ def saved_bytes(
     total += _SAVED_CORRECTION[precision] * rank * matrices
     if not mlp:
         return total + 12 * spec.hidden_size
-    if spec.norm_layout == "sandwich":
+    if spec.norm_layout in ("sandwich", "outer"):
         hidden += _SAVED_SANDWICH
     total += hidden * spec.hidden_size + intermediate * spec.intermediate_size
     return layer.rows * total

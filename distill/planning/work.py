@@ -190,6 +190,8 @@ def forward_flops(model: ModelFacts, spec: TeacherSpec, length: int, *, head: bo
         used, used_by_mixer = layer.visited
         mlp = 2 * (used - used_by_mixer)
         total += layer.visits * (mlp + _mixer_flops(model, spec, layer.layer, length))
+    if spec.initial_state_std is not None:  # the prelude's output, put in by every loop
+        total += spec.num_loops * 2 * 2 * spec.hidden_size**2
     return total + (_head_flops(spec) if head else 0.0)
 
 
@@ -203,10 +205,10 @@ def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) 
     if not MIXERS[facts.mixer].keeps_keys:
         return flops
     flops += 4 * width * facts.depth_slots
-    limits = [x for x in (facts.window, facts.attended) if x is not None]
-    return (
-        flops + 4 * width * min([length / 2, *limits]) + _choosing_flops(model, spec, layer, length)
-    )
+    limits = [length / 2, *([] if facts.attended is None else [facts.attended])]
+    seen = [min(limits) if w is None else min(*limits, w) for w in facts.windows]
+    tokens = sum(seen) / facts.visits
+    return flops + 4 * width * tokens + _choosing_flops(model, spec, layer, length)
 
 
 def _choosing_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) -> float:

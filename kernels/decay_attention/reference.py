@@ -31,6 +31,7 @@ from ltconvert.kernels.chunkwise.spans import (
     spans,
     to_chunks,
 )
+from ltconvert.kernels.untraced import untraced
 
 
 def decay_attention(
@@ -51,7 +52,7 @@ def decay_attention(
         initial_state_BHKV = q_BTHK.new_zeros(
             (batch, heads, width, v_BTHV.shape[-1]), dtype=arithmetic(q_BTHK.dtype)
         )
-    return _DecayAttention.apply(
+    return _decayed(
         q_BTHK, k_BTHK, v_BTHV, log_decay_BTH1, initial_state_BHKV, counts_BT,
         scale, min(chunk_size or CHUNK_TOKENS, q_BTHK.shape[1]),
     )  # fmt: skip
@@ -114,16 +115,20 @@ class _DecayAttention(torch.autograd.Function):
         ]
         with torch.autocast(q.device.type, enabled=False):
             dstate_RKV = dstate_BHKV.flatten(0, 1)
-            backwards = zip(reversed(spans(q, ctx.chunk)), reversed(incoming), strict=True)
-            for span, states_NRKV in backwards:
+            for span in reversed(spans(q, ctx.chunk)):
                 x = _prepare(q, k, v, log_decay, counts, ctx.scale, ctx.chunk, span)
                 do_NRCV = to_chunks(do_BTHV, span, ctx.chunk, dstate_RKV.dtype)
-                *span_grads, dstate_RKV = _backward_span(x, states_NRKV, do_NRCV, dstate_RKV)
+                *span_grads, dstate_RKV = _backward_span(x, incoming.pop(), do_NRCV, dstate_RKV)
                 span_grads[0] *= ctx.scale
                 for grad, out in zip(span_grads, grads, strict=True):
                     from_chunks(grad, out, span)
         dinitial_BHKV = dstate_RKV.view(dstate_BHKV.shape).to(ctx.state_dtype)
         return *grads, dinitial_BHKV, None, None, None
+
+
+@untraced
+def _decayed(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _DecayAttention.apply(*arguments)
 
 
 def _prepare(

@@ -37,6 +37,7 @@ from ltconvert.kernels.chunkwise.spans import (
     to_chunks,
 )
 from ltconvert.kernels.delta_rule.chunks import Chunks, Options, inverse_length, prepare
+from ltconvert.kernels.untraced import untraced
 
 
 def delta_rule(
@@ -65,9 +66,9 @@ def delta_rule(
     chunk = min(chunk_size or CHUNK_TOKENS, q_BTHK.shape[1])
     if log_decay_BTHD.shape[-1] > 1:
         chunk = 1 << (chunk - 1).bit_length()
-    return _DeltaRule.apply(
+    return _corrected(
         q_BTHK, k_BTHK, v_BTHV, beta_BTH1, log_decay_BTHD, initial_state_BHKV, counts_BT,
-        Options(scale, l2norm_qk, chunk),
+        scale, l2norm_qk, chunk,
     )  # fmt: skip
 
 
@@ -130,17 +131,22 @@ class _DeltaRule(torch.autograd.Function):
         ]
         with torch.autocast(q.device.type, enabled=False):
             dstate_RKV = dstate_BHKV.flatten(0, 1)
-            backwards = zip(reversed(spans(q, ctx.options.chunk)), reversed(incoming), strict=True)
-            for span, states_NRKV in backwards:
+            for span in reversed(spans(q, ctx.options.chunk)):
                 x = prepare(q, k, v, beta, log_decay, counts, ctx.options, span)
                 do_NRCV = to_chunks(do_BTHV, span, ctx.options.chunk, dstate_RKV.dtype)
                 *span_grads, dstate_RKV = _backward_span(
-                    x, states_NRKV, do_NRCV, dstate_RKV, ctx.options
+                    x, incoming.pop(), do_NRCV, dstate_RKV, ctx.options
                 )
                 for grad, out in zip(span_grads, grads, strict=True):
                     from_chunks(grad, out, span)
         dinitial_BHKV = dstate_RKV.view(dstate_BHKV.shape).to(ctx.state_dtype)
         return *grads, dinitial_BHKV, None, None
+
+
+@untraced
+def _corrected(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *tensors, scale, l2norm_qk, chunk = arguments
+    return _DeltaRule.apply(*tensors, Options(scale, l2norm_qk, chunk))
 
 
 def _forward_span(x: Chunks, state_RKV: Tensor) -> tuple[Tensor, Tensor, Tensor]:

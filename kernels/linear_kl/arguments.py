@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from ltconvert.kernels.segments import can_look
 
 DIVERGENCES = ("forward", "reverse", "jsd")
 
@@ -142,7 +143,7 @@ def _check_topk(indices_NK: Tensor | None, log_probs_NK: Tensor | None, vocab: i
 
 def _check_below(name: str, ids: Tensor, vocab: int) -> None:
     """Only on a CPU: looking at values makes a GPU wait and breaks a compiled graph."""
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
+    if not can_look(ids) or not ids.numel():
         return
     if int(ids.max()) >= vocab:
         raise ValueError(f"{name} must be below {vocab}, the vocabulary, got {int(ids.max())}")

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ltconvert.kernels.untraced import untraced
+
 
 def norm_gate(x: Tensor, weight: Tensor, gate: Tensor, *, eps: float, gate_fn: str) -> Tensor:
     """See ``ltconvert.kernels.norm_gate.norm_gate``."""
-    return _NormGate.apply(x, weight, gate, eps, gate_fn)
+    return _norm_gate(x, weight, gate, eps, gate_fn)
 
 
 class _NormGate(torch.autograd.Function):
@@ -40,6 +42,11 @@ class _NormGate(torch.autograd.Function):
         pull = (dnormed * normed).mean(-1, keepdim=True)
         dx = dnormed.addcmul_(normed, pull, value=-1).mul_(factor)
         return dx.to(x.dtype), dweight.to(weight.dtype), dgate.to(gate.dtype), None, None
+
+
+@untraced
+def _norm_gate(x: Tensor, weight: Tensor, gate: Tensor, eps: float, gate_fn: str) -> Tensor:
+    return _NormGate.apply(x, weight, gate, eps, gate_fn)
 
 
 def _norm(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ltconvert.kernels.segments import padding_mask, segment_counts
+from ltconvert.kernels.segments import can_look, padding_mask, segment_counts
+from ltconvert.kernels.untraced import untraced
 
 BLOCK_ELEMENTS = 1 << 18  # of one block, for each CPU thread; 1 MiB in fp32
 
@@ -39,7 +40,7 @@ def short_conv(
         source_BSD = torch.cat([history_BDH.transpose(1, 2).to(x_BTD.dtype), x_BTD], dim=1)
     counts_BT = segment_counts(segment_ids_BT, keep_BT)
     counts_BS = None if counts_BT is None else F.pad(counts_BT, (past, 0))
-    y_BTD = _ShortConv.apply(source_BSD, weight_DW, counts_BS, activation)
+    y_BTD = _convolved(source_BSD, weight_DW, counts_BS, activation)
     last_BHD = source_BSD[:, length:]
     if counts_BS is not None:
         last_BHD = last_BHD * (counts_BS[:, length:] == counts_BS[:, -1:])[..., None]
@@ -84,6 +85,13 @@ class _ShortConv(torch.autograd.Function):
         return dsource_BSD.to(source_BSD.dtype), dweight_DW, None, None
 
 
+@untraced
+def _convolved(
+    source_BSD: Tensor, weight_DW: Tensor, counts_BS: Tensor | None, activation: str | None
+) -> Tensor:
+    return _ShortConv.apply(source_BSD, weight_DW, counts_BS, activation)
+
+
 def _convolve(wide_BSD: Tensor, taps_WD: Tensor, masks: list[Tensor | None]) -> Tensor:
     """Sum over taps of one block, [B, n, D]; ``wide_BSD`` begins H tokens before it."""
     past = len(taps_WD) - 1
@@ -105,7 +113,7 @@ def _blocks(
     past = weight_DW.shape[1] - 1
     length = source_BSD.shape[1] - past
     step = length
-    small = source_BSD.device.type == "cpu" and not torch.compiler.is_compiling()
+    small = can_look(source_BSD)
     if small:
         room = BLOCK_ELEMENTS * torch.get_num_threads()
         step = min(length, max(1, room // max(1, batch * channels)))

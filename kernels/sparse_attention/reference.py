@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ltconvert.kernels.segments import can_look
 from ltconvert.kernels.sparse_attention.seen import chunks, seen_keys
+from ltconvert.kernels.untraced import untraced
 
 
 def sparse_attention(
@@ -29,7 +31,7 @@ def sparse_attention(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """See ``ltconvert.kernels.sparse_attention.sparse_attention``."""
-    return _SparseAttention.apply(
+    return _attended(
         q_BHTD, k_BGSD, v_BGSD, first_BT, bits_BJTW, block_BS, keep_BS, scale, soft_cap, causal
     )
 
@@ -71,6 +73,11 @@ class _SparseAttention(torch.autograd.Function):
                 dk[:, :, part.keys] += (dscores.mT @ q_BGRTD[..., a:b, :]).sum(2)
         grads = (dq.view_as(q).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
         return (*grads, *[None] * 7)
+
+
+@untraced
+def _attended(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _SparseAttention.apply(q, k, v, *others)
 
 
 class _Chunk(NamedTuple):
@@ -125,7 +132,7 @@ def _weights(
 
 def _least(first_Bn: Tensor) -> int:
     """The first key that any of the queries sees; 0 where looking would cost."""
-    if first_Bn.device.type != "cpu" or torch.compiler.is_compiling():
+    if not can_look(first_Bn):
         return 0
     return int(first_Bn.min())
 

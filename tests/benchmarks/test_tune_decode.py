@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ltconvert.benchmarks import tune_decode
+from ltconvert.benchmarks import tune_decode, tune_timing
 from ltconvert.benchmarks.tune_candidates import CANDIDATES, applied, groups, module_of, text_of
 
 needs_triton = pytest.mark.skipif(
@@ -59,6 +59,7 @@ def test_a_run_ends_with_what_to_set(
     wrong: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CANDIDATES, "decode_window", [{"WARPS": 4}])
+    monkeypatch.setattr(tune_timing, "graph_us", lambda calls, device: 1.0)  # interpreted, slow
     if wrong:
         from ltconvert.kernels.decode_window import triton
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FAMILIES, VOCAB, tiny_model, tiny_spec, tokens
+from helpers import FAMILIES, VOCAB, covering, diagonal, tiny_model, tiny_spec, tokens
 
 from ltconvert.convert.decode_weights import join, split
 from ltconvert.convert.decoding import Decoder
@@ -57,8 +57,9 @@ def decoder_of(model: LT2ForCausalLM, **options: Any) -> Decoder:
     return Decoder(model, len(LENGTHS), max(LENGTHS) + NEW - 1, **options)
 
 
-@pytest.mark.parametrize("mixers", list(MIXERS))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mixers"), diagonal([*FAMILIES, "huginn"], list(MIXERS), each=3)
+)
 def test_greedy_tokens_are_those_of_generate(family: str, mixers: str) -> None:
     model = model_of(family, mixers)
     expected = plain(model, prompts())
@@ -67,24 +68,25 @@ def test_greedy_tokens_are_those_of_generate(family: str, mixers: str) -> None:
     assert plain(model, prompts()) == expected  # the model itself works as before
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"loops": 1},
+    {"loops": 3},
+    {"loops": 3, "prelude_layers": 1, "coda_layers": 1},
+    {"loops": 3, "coda_layers": 1, "tied_rank": 0},
+    {"tied_rank": 3},
+    {"sdpa_gate": True, "loop_residual": True},
+    {"short_conv": False},
+    {"conv_size": 2},
+    {"window_tokens": 1},
+    {"window_tokens": 64},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"loops": 1},
-        {"loops": 3},
-        {"loops": 3, "prelude_layers": 1, "coda_layers": 1},
-        {"loops": 3, "coda_layers": 1, "tied_rank": 0},
-        {"tied_rank": 3},
-        {"sdpa_gate": True, "loop_residual": True},
-        {"short_conv": False},
-        {"conv_size": 2},
-        {"window_tokens": 1},
-        {"window_tokens": 64},
-    ],
+    ("family", "mixers", "options"),
+    covering(["llama", "ouro", "qwen2"], ["hybrid", "gdn_window", "delta", "decay"], OPTIONS),
     ids=str,
 )
-@pytest.mark.parametrize("mixers", ["hybrid", "gdn_window", "delta", "decay"])
-@pytest.mark.parametrize("family", ["llama", "ouro", "qwen2"])
 def test_every_option_of_a_student(family: str, mixers: str, options: dict[str, Any]) -> None:
     model = model_of(family, mixers, **options)
     decoder = decoder_of(model)
@@ -92,8 +94,10 @@ def test_every_option_of_a_student(family: str, mixers: str, options: dict[str, 
     assert found == plain(model, prompts())
 
 
-@pytest.mark.parametrize("mixers", list(MIXERS))
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3", "olmo2", "ouro"])
+@pytest.mark.parametrize(
+    ("family", "mixers"),
+    diagonal(["qwen2", "gemma2", "gemma3", "olmo2", "ouro", "huginn"], list(MIXERS), each=3),
+)
 def test_every_step_has_the_logits_of_an_uncached_pass(family: str, mixers: str) -> None:
     """In fp64, so that rounding hides nothing; RoPE tables are fp32."""
     model = model_of(family, mixers, sdpa_gate=True, loop_residual=True).double()
@@ -265,7 +269,10 @@ def test_what_does_not_fit_is_one_line(changed: dict[str, Any], message: str) ->
     reason="no GPU, no interpreter",
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("family", "rows"), [("qwen2", 3), ("gemma3", 1), ("olmo2", 3)])
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [("qwen2", 3), ("gemma3", 1), pytest.param("olmo2", 3, marks=pytest.mark.slow)],
+)
 def test_a_step_in_triton_is_that_in_plain_pytorch(family: str, rows: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = {"num_layers": 2, "layer_rope": ("x", None), "layer_windows": (5, None)}
@@ -312,7 +319,7 @@ def test_steps_in_bf16_are_as_right_as_forward_passes(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mixers", list(MIXERS))
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2", "ouro"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2", "ouro", "huginn"])
 def test_a_cuda_graph_gives_the_tokens_of_single_launches(
     family: str, mixers: str, dtype: torch.dtype
 ) -> None:

@@ -43,13 +43,14 @@ def dreamer_of(teacher: LT2ForCausalLM, **options: Any) -> LT2ForCausalLM:
 
 def random_dreamer(family: str, release: float, loops: int = 1, **options: Any) -> LT2ForCausalLM:
     """Random weights in fp64, new parts included."""
-    spec = tiny_spec(family, num_loops=loops)
+    layout = {"norm_layout": "outer"} if family == "outer" else {}
+    spec = tiny_spec("llama" if layout else family, num_loops=loops, **layout)
     model = tiny_model(spec, dreamer=dreamer_options(**options)).double()
     model.model.dreamer.set_release(release)
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "huginn"])
 @pytest.mark.parametrize("slices", [1, 4])
 def test_it_starts_as_its_teacher(family: str, slices: int) -> None:
     teacher, ids = tiny_model(tiny_spec(family)), tokens(2, 17)
@@ -62,7 +63,7 @@ def test_it_starts_as_its_teacher(family: str, slices: int) -> None:
         assert (student(ids).logits - found.logits).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "huginn"])
 def test_released_it_is_the_teacher_where_own_experts_are_chosen_alone(family: str) -> None:
     teacher, ids = tiny_model(tiny_spec(family)), tokens(2, 9)
     student = dreamer_of(teacher, slices=2, top_entries=1, top_experts=2, parallel=True)
@@ -141,8 +142,8 @@ class ByDefinition:
         h = inner.embed(ids)[0]
         for step in inner.schedule:
             h = h + self.depth_attention(h, step.slot)
-            h = h + self.sequence_attention(h, step.slot, step.layer)
-            h = h + self.expert_attention(h, step.slot, step.layer)
+            h = self.after_attention(h, step.slot, step.layer)
+            h = self.after_experts(h, step.slot, step.layer)
             if self.layer.normed_share is not None:
                 h = h + self.layer.normed_share[step.slot] * (norm(h, self.eps) - h)
             if step.closes_loop and (spec.loop_norm == "every" or step is inner.schedule[-1]):
@@ -170,24 +171,27 @@ class ByDefinition:
     def branch_input(self, h: Tensor) -> Tensor:
         return h if self.spec.norm_layout == "post" else norm(h, self.eps)
 
-    def branch_output(self, y: Tensor, weights: Tensor, pool: Any, total: int = 1) -> Tensor:
+    def joined(self, h: Tensor, y: Tensor, weights: Tensor, pool: Any) -> Tensor:
         if self.spec.norm_layout == "pre":
-            return y
-        return norm(y, self.eps, weights @ (pool.post_norm.weight + self.offset) / total)
+            return h + y
+        gain = weights @ (pool.post_norm.weight + self.offset) / weights.sum()
+        if self.spec.norm_layout == "outer":
+            return norm(h + y, self.eps, gain)
+        return h + norm(y, self.eps, gain)
 
-    def sequence_attention(self, h: Tensor, depth: int, layer: int) -> Tensor:
+    def after_attention(self, h: Tensor, depth: int, layer: int) -> Tensor:
         pool, router = self.layer.attention, self.layer.attention_router
         mixes = [shares(router, norm(x, self.eps), depth, layer, self.release)[0] for x in h]
         tokens_qkv = [
             self.projected(self.branch_input(x), mix, layer, t)
             for t, (x, mix) in enumerate(zip(h, mixes, strict=True))
         ]
-        added = []
+        after = []
         for t, mix in enumerate(mixes):
             out = self.attended(tokens_qkv[: t + 1], self.spec.layer_windows[layer])
             y = sum(w * (pool.o.weight[e] @ out) for e, w in enumerate(mix))
-            added.append(self.branch_output(y, mix, pool))
-        return torch.stack(added)
+            after.append(self.joined(h[t], y, mix, pool))
+        return torch.stack(after)
 
     def projected(self, x: Tensor, mix: Tensor, layer: int, t: int) -> list[Tensor]:
         """q [H, D], k and v [G, D] of one token at its place."""
@@ -220,8 +224,8 @@ class ByDefinition:
             out.append(scores.softmax(-1) @ torch.stack([v[head // group] for _, _, v in seen]))
         return torch.cat(out)
 
-    def expert_attention(self, h: Tensor, depth: int, layer: int) -> Tensor:
-        pool, router, added = self.layer.experts, self.layer.expert_router, []
+    def after_experts(self, h: Tensor, depth: int, layer: int) -> Tensor:
+        pool, router, after = self.layer.experts, self.layer.expert_router, []
         for token in h:
             x = norm(token, self.eps)
             mix, top = shares(router, x, depth, layer, self.release)
@@ -229,9 +233,8 @@ class ByDefinition:
             for e, weight in enumerate(mix):
                 gate, up = (pool.gate_up.weight[e] @ self.branch_input(token)).chunk(2)
                 y = y + weight * (pool.down.weight[e] @ (pool.activation(gate) * up))
-            y = self.branch_output(y, mix, pool, router.slices)
-            added.append(y + top * self.layer.shared(x))
-        return torch.stack(added)
+            after.append(self.joined(token + top * self.layer.shared(x), y, mix, pool))
+        return torch.stack(after)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +248,7 @@ class ByDefinition:
         ("gemma2", 2, 0.4, {"slices": 4, "top_experts": 7, "top_entries": 3}),
         ("gemma3", 1, 1.0, {"top_entries": 1, "top_experts": 1}),
         ("ouro", 3, 0.4, {}),
+        ("outer", 1, 0.4, {"slices": 2}),
     ],
 )
 def test_it_is_what_its_formulas_say(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FAMILIES, tiny_model, tiny_spec, tokens
+from helpers import FAMILIES, covering, diagonal, tiny_model, tiny_spec, tokens
 from loop_case import MIXERS, NEW, OPTIONS, PROMPT, ROWS, SAMPLING, decoded, looped, naive, padded
 
 from ltconvert.convert.checkpoint import load_student, save_student
@@ -19,9 +19,9 @@ from ltconvert.convert.transfer import build_student
 from ltconvert.errors import UserError
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.6])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("mixers", list(MIXERS))
+@pytest.mark.parametrize(
+    ("mixers", "options", "threshold"), covering(list(MIXERS), OPTIONS, [0.0, 0.6]), ids=str
+)
 def test_later_tokens_find_what_skipped_loops_took_in(
     mixers: str, options: dict[str, Any], threshold: float
 ) -> None:
@@ -45,8 +45,9 @@ def test_every_norm_layout_leaves_where_it_should(family: str, threshold: float)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
-@pytest.mark.parametrize("mixers", list(MIXERS))
+@pytest.mark.parametrize(
+    ("options", "mixers"), diagonal(OPTIONS[:3], list(MIXERS), each=1), ids=str
+)
 def test_threshold_one_is_the_plain_path(mixers: str, options: dict[str, Any]) -> None:
     """Even where the gate is so sure that its rounded probabilities add up to 1."""
     model, ids = looped(mixers, **options).float(), tokens(ROWS, PROMPT)
@@ -60,13 +61,16 @@ def test_threshold_one_is_the_plain_path(mixers: str, options: dict[str, Any]) -
     assert decoder.cache.steps == 0
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.4])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(("family", "mixers"), [("ouro", m) for m in MIXERS] + [("qwen3", "gdn")])
+@pytest.mark.parametrize(
+    ("mixers", "options", "threshold"),
+    covering([*MIXERS, "gdn of qwen3"], OPTIONS, [0.0, 0.4]),
+    ids=str,
+)
 def test_the_fast_path_leaves_where_generate_does(
-    family: str, mixers: str, options: dict[str, Any], threshold: float
+    mixers: str, options: dict[str, Any], threshold: float
 ) -> None:
-    model = looped(mixers, family, **options)
+    mixers, _, family = mixers.partition(" of ")
+    model = looped(mixers, family or "ouro", **options)
     cache = model.new_cache()
     whole = model.generate(**padded(), exit_threshold=threshold, **SAMPLING, **{CACHE_NAME: cache})
     assert cache.loops == NEW - 1 if threshold == 0 else NEW - 1 < cache.loops < 4 * (NEW - 1)

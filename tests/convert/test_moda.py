@@ -141,7 +141,7 @@ def means_of_two_visits(left: Left) -> Left:
         ({"depth_slots": "every:2"}, every_second_visit),
         ({"depth_slots": "mean:2"}, means_of_two_visits),
     ],
-    ids=str,
+    ids=lambda x: str(x) if isinstance(x, dict) else x.__name__,
 )
 def test_variants_and_bounds_by_definition(
     options: dict[str, object], read_by: Callable[[Left], Left]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_model, tiny_spec, tokens
+from helpers import covering, tiny_model, tiny_spec, tokens
 from loop_case import NEW, OPTIONS, PROMPT, ROWS, SAMPLING, decoded, looped, naive, padded
 
 from ltconvert.convert.decoding import Decoder
@@ -36,16 +36,17 @@ def test_every_loop_sees_the_last_ones_keys_beside_its_own_token(
     assert not torch.allclose(own[:, PROMPT + 1 :], found[:, PROMPT + 1 :], atol=1e-3)
 
 
-@pytest.mark.parametrize("threshold", [None, 0.4])
-@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
 @pytest.mark.parametrize(
-    ("family", "mixers"), [("ouro", "full"), ("ouro", "hybrid"), ("qwen3", "full")]
+    ("mixers", "options", "threshold"),
+    covering(["full", "hybrid", "full of qwen3"], OPTIONS[:3], [None, 0.4]),
+    ids=str,
 )
 def test_the_fast_path_and_a_static_cache_do_the_same(
-    family: str, mixers: str, options: dict[str, Any], threshold: float | None
+    mixers: str, options: dict[str, Any], threshold: float | None
 ) -> None:
     """A prompt longer than the Decoder's usual chunks is still read in one pass."""
-    model = looped(mixers, family, **options)
+    mixers, _, family = mixers.partition(" of ")
+    model = looped(mixers, family or "ouro", **options)
     whole = model.generate(**padded(), exit_threshold=threshold, **LAST, **SAMPLING)
     static = StaticCache.for_model(model, 3, 11 + NEW, "last")
     again = model.generate(**padded(), exit_threshold=threshold, **SAMPLING, **{CACHE_NAME: static})

@@ -26,12 +26,12 @@ def packed(rows: int = 2, length: int = 23, padding: int = 0) -> Batch:
 
 
 def pair(
-    family: str, mixers: list[str] | None = None, **changes: object
+    family: str, mixers: list[str] | None = None, windows: int | list[int] = 5, **changes: object
 ) -> tuple[LT2ForCausalLM, LT2ForCausalLM]:
     """A random teacher and a student that shares its tensors, its mixers scattered."""
     teacher = tiny_model(tiny_spec(family, **changes)).requires_grad_(False)
     mixers = mixers or ["gdn"] * len(teacher.model.layers)
-    student = build_student(teacher, mixers, {"window_tokens": 5}, share=True)
+    student = build_student(teacher, mixers, {"window_tokens": windows}, share=True)
     for seed, layer in enumerate(student.model.layers):
         if layer.mixer.kind != "full":
             scatter(layer.mixer, seed + 1)
@@ -66,13 +66,16 @@ def mixer_gradients(student: LT2ForCausalLM) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in student.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "tied"])
+@pytest.mark.parametrize("family", [*FAMILIES, "tied", "widening"])
 @pytest.mark.parametrize(
     "mixers", [["gdn"] * 3, ["window"] * 3, ["kda", "mamba2", "retnet"]], ids="-".join
 )
 def test_local_backwards_equal_one_global_loss(family: str, mixers: list[str]) -> None:
-    tied = {"family": "qwen2", "num_loops": 3, "tied_rank": 2} if family == "tied" else {}
-    teacher, student = pair(**({"family": family, "mixers": mixers} | tied))
+    changes = {
+        "tied": {"family": "qwen2", "num_loops": 3, "tied_rank": 2},
+        "widening": {"family": "ouro", "windows": [1, 3, 5, 20]},
+    }.get(family, {})
+    teacher, student = pair(**({"family": family, "mixers": mixers} | changes))
     batch = packed(padding=4)
     objective = AlignObjective(teacher, student)
     parts: list[Tensor] = []
@@ -91,6 +94,14 @@ def test_local_backwards_equal_one_global_loss(family: str, mixers: list[str]) -
     torch.testing.assert_close(torch.stack(parts).sum(), metrics["loss"])
     for name, gradient in mixer_gradients(student).items():
         torch.testing.assert_close(local[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_window_over_the_whole_row_has_nothing_to_learn_in_huginn() -> None:
+    teacher = tiny_model(tiny_spec("huginn"))
+    student = build_student(teacher, ["window"] * 3, {"window_tokens": 23}, share=True)
+    objective = AlignObjective(teacher, student)
+    loss = objective.train_step(packed(padding=4), lambda part: None, 0.0)["loss"]
+    assert objective.num_visits == 5 and loss < 1e-9
 
 
 def test_only_mixers_of_converted_layers_train_and_the_rest_is_the_teachers_memory() -> None:

@@ -16,16 +16,18 @@ import torch
 
 from ltconvert.convert.checkpoint import load_student
 
-# Within every stage, twice in one; while files of each kind are put in place.
-POINTS = [
-    "align:5",
-    "put:checkpoint:2",
-    "put:selection.partial.json:2",
-    "logits:6",
-    "put:stage.json:2",
-    "longctx:4",
-    "put:student:2",
-]
+# A start a point; within stages, and while files of each kind are put in place.
+POINTS = ["put:checkpoint:2", "put:selection.partial.json:2", "put:student:2"]
+LOOPED: dict[str, Any] = {
+    "student": {
+        "loops": 2,
+        "prelude_layers": 1,
+        "loop_start": "average",
+        "loop_rank": 2,
+        "loop_calibration_tokens": 256,
+    },
+    "longctx": {"enabled": False},
+}
 MORE_POINTS = [
     "align:1",
     "align:5",
@@ -106,19 +108,16 @@ def _losses(path: Path) -> list[tuple[str, int, float]]:
         ("llama", POINTS, {}),
         (
             "llama",
-            ["loop:4", "put:student:1", "align:3", "put:selection.json:1", "logits:4"],
-            {
-                "student": {
-                    "loops": 2,
-                    "prelude_layers": 1,
-                    "loop_start": "average",
-                    "loop_rank": 2,
-                    "loop_calibration_tokens": 256,
-                },
-                "longctx": {"enabled": False},
-            },
+            ["loop:4"],
+            LOOPED,
         ),
         pytest.param("llama", MORE_POINTS, {}, marks=pytest.mark.slow),
+        pytest.param(
+            "llama",
+            ["loop:4", "put:student:1", "align:3", "put:selection.json:1", "logits:4"],
+            LOOPED,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "ouro",
             MORE_POINTS,

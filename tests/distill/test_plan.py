@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_model, tiny_spec, tokens
+from helpers import covering, tiny_model, tiny_spec, tokens
 from rich.console import Console
 
 from ltconvert import recipes
 from ltconvert.convert.inspect import model_facts
-from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students import depth
 from ltconvert.convert.students.depth_stream import DepthStream
 from ltconvert.convert.students.lt2 import LT2Config
@@ -202,15 +201,14 @@ def test_logits_on_a_gpu_are_two_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPa
         assert logits("bf16", "cuda") == logits("bf16", "cpu")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("family", "mixer"),
-    [
-        (family, mixer)
-        for family in ("llama", "qwen3", "ouro", "tied")
-        for mixer in (*MIXERS, "dreamer")
-        if mixer not in ("window", "moda") and (family, mixer) != ("tied", "dreamer")
-    ],
+    ("family", "mixer", "precision"),
+    covering(
+        ["llama", "qwen3", "ouro", "tied"],
+        ["full", "gdn", "gdn_window", "deltanet", "kda", "mamba2", "retnet", "dsa", "nsa"],
+        ["fp32", "bf16"],
+    )
+    + covering(["llama", "qwen3", "ouro"], ["dreamer"], ["fp32", "bf16"]),
 )
 def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, precision: str) -> None:
     """The growth of saved memory with one more layer and with more tokens."""

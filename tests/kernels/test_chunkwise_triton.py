@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from chunkwise_case import DEVICE, DTYPES, GPU, VARIANTS, inputs_of, op, steps, three_way
+from helpers import diagonal
 from recurrence_case import tokens
 from torch import Tensor
 
@@ -20,10 +21,10 @@ if GPU:
     SIZES = [(1, 2, 3), (63, 3, 2), (65, 2, 3), (1000, 2, 4), (4097, 1, 4)]
 
 
-@every_variant
 @every_dtype
-@pytest.mark.parametrize(("length", "batch", "heads"), SIZES)
-def test_lengths(variant: str, dtype: torch.dtype, length: int, batch: int, heads: int) -> None:
+@pytest.mark.parametrize(("size", "variant"), diagonal(SIZES, VARIANTS, each=2))
+def test_lengths(size: tuple[int, int, int], variant: str, dtype: torch.dtype) -> None:
+    length, batch, heads = size
     sizes = {"width": 64, "value": 128} if GPU else {}
     three_way(variant, inputs_of(variant, length, batch=batch, heads=heads, dtype=dtype, **sizes))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import diagonal
 from torch import Tensor
 
 from ltconvert.kernels import dispatch, limits
@@ -194,8 +195,10 @@ def three_way(
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("schedule", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("slots", [0, 1, 7, 64, 256] if GPU else [0, 7, 40])
+@pytest.mark.parametrize(
+    ("slots", "schedule"),
+    diagonal([0, 1, 7, 64, 256] if GPU else [0, 7, 40], [0.0, 0.3, 1.0], each=1),
+)
 @pytest.mark.parametrize("length", [1, 63, 65, 1000] if GPU else [9])
 def test_lengths_slots_and_schedules(
     length: int, slots: int, schedule: float, dtype: torch.dtype
@@ -210,7 +213,7 @@ def test_lengths_slots_and_schedules(
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shared", [1, 3, 8])
+@pytest.mark.parametrize("shared", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("width", [64, 80, 128, 256] if GPU else [24])
 def test_widths_and_shared_keys(width: int, shared: int, dtype: torch.dtype) -> None:
     length = 300 if GPU else 5
@@ -223,7 +226,7 @@ def test_widths_and_shared_keys(width: int, shared: int, dtype: torch.dtype) -> 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("schedule", [0.6, 1.0])
+@pytest.mark.parametrize("schedule", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_windows_documents_padding_and_caps(schedule: float, dtype: torch.dtype) -> None:
     length = 330 if GPU else 17
     x = inputs_of(length, heads=2, groups=1, size=1.5, dtype=dtype)
@@ -261,8 +264,7 @@ def test_calls_fit_this_version_of_pytorch(attention: Any, length: int, window: 
 
 
 @needs_triton
-@pytest.mark.parametrize("bias", [-40.0, 0.0, 200.0])
-@pytest.mark.parametrize("schedule", [0.3, 1.0])
+@pytest.mark.parametrize(("bias", "schedule"), diagonal([-40.0, 0.0, 200.0], [0.3, 1.0]))
 def test_one_part_far_ahead_of_the_other(schedule: float, bias: float) -> None:
     x = inputs_of(9, width=64, dtype=torch.float32)
     x["bias"] = torch.full_like(x["bias"], bias)

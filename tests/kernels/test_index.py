@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from decode_case import DEVICE, GPU, needs_triton
+from helpers import covering
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
@@ -77,12 +78,15 @@ def by_definition(q: Tensor, k: Tensor, weight: Tensor, seen_BTS: Tensor, count:
     return chosen
 
 
-@pytest.mark.parametrize("kind", ["all", "window", "padded"])
-@pytest.mark.parametrize(("length", "keys"), [(17, 17), (1, 1), (5, 20), (1, 40)])
-@pytest.mark.parametrize("count", [1, 4, 100])
+@pytest.mark.parametrize(
+    ("shape", "kind", "count"),
+    covering([(17, 17), (1, 1), (5, 20), (1, 40)], ["all", "window", "padded"], [1, 4, 100]),
+    ids=str,
+)
 def test_the_best_keys_are_chosen(
-    backend: str, kind: str, length: int, keys: int, count: int
+    backend: str, shape: tuple[int, int], kind: str, count: int
 ) -> None:
+    length, keys = shape
     given, seen_BTS = reach(kind, length, keys)
     q, k, weight = indexer(length, keys)
     bits = index_topk(q, k, weight, count, **given)
@@ -99,7 +103,7 @@ def test_more_keys_than_fit_into_registers(
         from ltconvert.kernels.index_topk import triton
 
         monkeypatch.setattr(triton, "MOST_KEYS", 16)
-    test_the_best_keys_are_chosen(backend, kind, 17, 40, 4)
+    test_the_best_keys_are_chosen(backend, (17, 40), kind, 4)
 
 
 @pytest.mark.parametrize("window", [None, 6])

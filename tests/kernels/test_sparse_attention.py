@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from decode_case import DEVICE, DTYPES, GPU, needs_triton
+from helpers import covering
 from sparse_case import KINDS, Shape, dense, problem
 from torch import Tensor
 
@@ -72,10 +73,8 @@ def results(
     return {"o": o.detach(), "log_sum": log_sum.detach(), **named}
 
 
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "kind", "soft_cap"), covering(SHAPES, KINDS, [None, 2.0]))
 def test_value_and_gradients(
     backend: str, shape: Shape, kind: str, dtype: torch.dtype, soft_cap: float | None
 ) -> None:

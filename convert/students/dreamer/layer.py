@@ -143,32 +143,34 @@ class DreamerLayer(nn.Module):
             h_BTC = h_BTC + seen
         x_BTC, router = self._normed(h_BTC), self.attention_router
         entries = router(x_BTC.flatten(0, 1), visit.depth) if visit.learned else None
+        mixture = self._mixture(entries, router, visit)
         y_BTC = self.attention(
-            self._read(h_BTC, x_BTC), self._mixture(entries, router, visit), context, cache_layer,
+            self._read(h_BTC, x_BTC), mixture, context, cache_layer,
             rope_name=self.ropes[visit.depth], window=self.windows[visit.depth],
         )  # fmt: skip
-        h_BTC = h_BTC + y_BTC
         if seen is not None and self.config.parallel:
             h_BTC = h_BTC + seen
-        added_BTC, experts = self._experts_at(h_BTC, visit)
-        h_BTC = h_BTC + added_BTC
+        h_BTC = self.attention.joined(h_BTC, y_BTC, mixture)
+        h_BTC, experts = self._with_experts(h_BTC, visit)
         if self.normed_share is not None:
             share = self.normed_share[visit.depth].to(h_BTC.dtype)
             h_BTC = h_BTC + share * (self._normed(h_BTC) - h_BTC)
         return h_BTC, Left(entries, experts, slot)
 
-    def _experts_at(self, h_BTC: Tensor, visit: Visit) -> tuple[Tensor, Routes | None]:
-        """What the experts add, the shared one among them, and what was chosen."""
+    def _with_experts(self, h_BTC: Tensor, visit: Visit) -> tuple[Tensor, Routes | None]:
+        """The stream with what the experts add, the shared one among them, and what was chosen."""
         x_BTC, router = self._normed(h_BTC), self.expert_router
         x_NC, routes = x_BTC.flatten(0, 1), None
         if visit.learned or self.shared is not None:
             routes = router(x_NC, visit.depth)
-        y_BTC = self.experts(self._read(h_BTC, x_BTC), self._mixture(routes, router, visit))
+        mixture = self._mixture(routes, router, visit)
+        y_BTC = self.experts(self._read(h_BTC, x_BTC), mixture)
         if self.shared is not None:
             assert routes is not None
             shared_NC = routes.top_N[:, None].to(y_BTC.dtype) * self.shared(x_NC)
-            y_BTC = y_BTC + shared_NC.view_as(y_BTC)
-        return y_BTC, routes if visit.learned else None
+            h_BTC = h_BTC + shared_NC.view_as(h_BTC)
+        h_BTC = self.experts.joined(h_BTC, y_BTC, mixture)
+        return h_BTC, routes if visit.learned else None
 
     def _normed(self, h_BTC: Tensor) -> Tensor:
         return unit_rms(h_BTC, self.spec.rms_norm_eps)

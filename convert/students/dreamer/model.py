@@ -22,7 +22,7 @@ def make_dreamer(config: LT2Config) -> DreamerLayer | None:
     pools, schedule = config.dreamer_config(), config.made_schedule()
     if pools is None:
         return None
-    windows = [config.window(step.layer) for step in schedule]
+    windows = [config.window(step.layer, step.loop) for step in schedule]
     return DreamerLayer(config.spec(), pools, schedule, windows)
 
 

@@ -27,19 +27,26 @@ from ltconvert.convert.teachers.spec import TeacherSpec
 
 
 class Pool(nn.Module):
-    """What both pools share: a norm behind the branch, where the family has one."""
+    """What both pools share: how a branch joins the stream, normed where the family does.
 
-    def __init__(self, spec: TeacherSpec, experts: int) -> None:
+    Args:
+        total: what the weights of a token add up to.
+    """
+
+    def __init__(self, spec: TeacherSpec, experts: int, total: int) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.total = spec, total
         behind = spec.norm_layout != "pre"
         self.post_norm = Gains(experts, spec.hidden_size, spec.norm_offset) if behind else None
 
-    def contribution(self, y_NC: Tensor, mixture: Mixture, total: int = 1) -> Tensor:
-        """What a branch's output adds to the stream; the weights of a token sum to ``total``."""
+    def joined(self, h_BTC: Tensor, y_BTC: Tensor, mixture: Mixture) -> Tensor:
+        """The stream with a branch's output, [B, T, C]."""
         if self.post_norm is None:
-            return y_NC
-        return normed(y_NC, self.post_norm, mixture, self.spec.rms_norm_eps, total)
+            return h_BTC + y_BTC
+        outer = self.spec.norm_layout == "outer"
+        x_NC = (h_BTC + y_BTC if outer else y_BTC).flatten(0, 1)
+        x_NC = normed(x_NC, self.post_norm, mixture, self.spec.rms_norm_eps, self.total)
+        return x_NC.view_as(h_BTC) if outer else h_BTC + x_NC.view_as(h_BTC)
 
 
 class AttentionPool(Pool):
@@ -49,7 +56,7 @@ class AttentionPool(Pool):
     """
 
     def __init__(self, spec: TeacherSpec, entries: int) -> None:
-        super().__init__(spec, entries)
+        super().__init__(spec, entries, 1)
         query, key = (
             heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads)
         )
@@ -71,7 +78,7 @@ class AttentionPool(Pool):
         rope_name: str | None,
         window: int | None,
     ) -> Tensor:
-        """x [B, T, C] (normed where the family does) -> what is added to the stream, [B, T, C]."""
+        """x [B, T, C] (normed where the family does) -> output of the branch, [B, T, C]."""
         rows_and_tokens = x_BTC.shape[:2]
         projected = self._project(x_BTC.flatten(0, 1), mixture)
         q_BHTD, k_BGSD, v_BGSD = (
@@ -85,7 +92,7 @@ class AttentionPool(Pool):
             o_BHTD = softmax_attention(q_BHTD, k_BGSD, v_BGSD, context, self.spec, window)
         o_NM = o_BHTD.transpose(1, 2).flatten(2).flatten(0, 1)
         y_NC = mixture(lambda rows: rows.out(rows.spread(o_NM), self.o))
-        return self.contribution(y_NC, mixture).view_as(x_BTC)
+        return y_NC.view_as(x_BTC)
 
     def _project(self, x_NC: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, H, D], keys and values [N, G, D], normed as the family does."""
@@ -110,8 +117,7 @@ class ExpertPool(Pool):
     """
 
     def __init__(self, spec: TeacherSpec, experts: int, slices: int) -> None:
-        super().__init__(spec, experts)
-        self.slices = slices
+        super().__init__(spec, experts, slices)
         inner = spec.intermediate_size // slices
         self.gate_up = Bank(experts, spec.hidden_size, 2 * inner, bias=spec.mlp_bias)
         self.down = Bank(experts, inner, spec.hidden_size, bias=spec.mlp_bias)
@@ -119,14 +125,14 @@ class ExpertPool(Pool):
         self.gated = gated  # a compiled one while it trains
 
     def forward(self, x_BTC: Tensor, mixture: Mixture) -> Tensor:
-        """x [B, T, C] (normed where the family does) -> what is added to the stream, [B, T, C]."""
+        """x [B, T, C] (normed where the family does) -> output of the branch, [B, T, C]."""
         x_NC = x_BTC.flatten(0, 1)
 
         def expert(rows: Rows) -> Tensor:
             gate_up = rows.within(rows.spread(x_NC), self.gate_up)
             return rows.out(self.gated(self, gate_up), self.down)
 
-        return self.contribution(mixture(expert), mixture, self.slices).view_as(x_BTC)
+        return mixture(expert).view_as(x_BTC)
 
 
 # Functions of a pool, not bound to one: what compiles them tells pools apart.

@@ -10,7 +10,10 @@ from tiny_hf import SIZES
 from ltconvert.convert.teachers.registry import FAMILIES, family_of
 from ltconvert.errors import UserError
 
-SUPPORTED = "llama, mistral, qwen2, qwen3, smollm3, olmo2, gemma2, gemma3_text, ouro"
+SUPPORTED = (
+    "llama, mistral, qwen2, qwen3, smollm3, olmo2, gemma2, gemma3_text, ouro, nanbeige, "
+    "huginn_raven"
+)
 
 
 def refused(config: dict[str, Any]) -> str:
@@ -38,6 +41,8 @@ def test_the_list() -> None:
         ({"model_type": "qwen2_vl"}, "multimodal"),
         ({"arch": {"name": "trm", "H_cycles": 3, "L_cycles": 6}}, "tiny recursive"),
         ({"model_type": "mamba"}, "'mamba'"),
+        ({"model_type": "hrm_text"}, "two stacks that call each other"),
+        ({"model_type": "inkling2_loop", "text_config": {}}, "a looped mixture of experts"),
         ({"hidden_size": 8}, "without model_type"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "no lang"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "gptq"),
