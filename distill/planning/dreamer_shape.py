@@ -133,11 +133,13 @@ def _again(layers: int, depths: int) -> list[int]:
 
 
 def _unrolled(spec: TeacherSpec, schedule: Sequence[int]) -> TeacherSpec:
-    """The same with a layer for every visit."""
+    """The same with a layer for every visit, and without what belongs to loops alone."""
     return replace(
         spec,
         num_layers=len(schedule),
         num_loops=1,
+        loop_norm="last",
+        initial_state_std=None,
         prelude_layers=0,
         coda_layers=0,
         layer_rope=tuple(spec.layer_rope[i] for i in schedule),

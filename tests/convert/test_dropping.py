@@ -39,6 +39,15 @@ def test_what_stays_is_the_teacher_s_memory() -> None:
     assert len(model.model.layers) == NUM_LAYERS - 1
 
 
+def test_a_looped_core_keeps_its_own_parts() -> None:
+    teacher = tiny_model(tiny_spec("huginn"))
+    model = drop_layers(teacher, [0])
+    assert (model.config.num_layers, model.config.prelude_layers) == (2, 0)
+    assert model.config.initial_state_std == teacher.config.initial_state_std
+    with torch.no_grad():
+        assert model(tokens(1, 5)).logits.isfinite().all()
+
+
 def test_prelude_and_coda_shrink_with_their_layers() -> None:
     spec = tiny_spec("ouro", prelude_layers=1, coda_layers=1)
     assert shortened_spec(spec, [0]).prelude_layers == 0

@@ -35,7 +35,7 @@ def shape_of(family: str, **options: Any) -> DreamerShape:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "huginn"])
 def test_arithmetic_is_that_of_the_built_model(family: str, options: dict[str, Any]) -> None:
     shape = shape_of(family, **options)
     grown = shape.with_number("entries", 5)
