@@ -81,16 +81,15 @@ class Session:
     def precision(self, device: torch.device) -> tuple[str, str]:
         """(`fp32` or `bf16`, why), measured where `--precision auto` leaves the choice."""
         from ltconvert.distill.precision import pick_precision
-        from ltconvert.distill.processes import rank_and_world
+        from ltconvert.distill.processes import join_processes, rank_and_world
 
         choice = pick_precision(device, self.precision_name)
         if rank_and_world()[1] == 1:
             return choice
         # Processes may measure differently; all follow the first.
-        from accelerate import PartialState
         from accelerate.utils import broadcast_object_list
 
-        PartialState()
+        join_processes(device)
         return broadcast_object_list([choice])[0]
 
     def choose_kernels(self, device: torch.device) -> list[tuple[str, str, str]]:
