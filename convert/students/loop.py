@@ -59,14 +59,15 @@ class LoopState:
 
 
 def at_depth(steps: tuple[Step, ...], depths: int) -> tuple[Step, ...]:
-    """The first ``depths`` visits, or more of the last one; the end closes its loop."""
+    """The first ``depths`` visits, or more of the last one; without a coda the end closes a loop."""
     last = steps[-1]
     more = (
         replace(last, slot=slot, opens_loop=False, closes_loop=False)
         for slot in range(len(steps), depths)
     )
     found = [*steps[:depths], *more]
-    return (*found[:-1], replace(found[-1], closes_loop=True))
+    closes = last.closes_loop or found[-1].closes_loop
+    return (*found[:-1], replace(found[-1], closes_loop=closes))
 
 
 def make_schedule(

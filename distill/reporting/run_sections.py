@@ -27,8 +27,27 @@ def stages(run: RunFolder) -> Section:
         section.text += _rises(scored)
         alt = "KL to the teacher after every stage"
         section.plots.append(Plot("kl_by_stage", plots.kl_by_stage(scored), alt))
+    section.tables += [
+        _pools(stage["facts"]["pools"])
+        for stage in run.stages
+        if (stage.get("facts") or {}).get("pools")
+    ]
     section.text += [f"Stage {name} has begun and is not finished." for name in run.unfinished]
     return section
+
+
+def _pools(steps: list[dict[str, Any]]) -> Table:
+    """A Dreamer after each step of the stage `shrink`."""
+    headers = ("share of the layers", "entries", "experts", "parameters", "last training KL")
+    rows = [
+        [
+            percent(step["share"]),
+            *(count(step[name]) for name in ("entries", "experts", "parameters")),
+            number(step.get("kl"), digits=4),
+        ]
+        for step in steps
+    ]
+    return Table(headers, rows, "Pools after each step of the stage shrink.")
 
 
 def _stage_row(stage: dict[str, Any]) -> list[str]:

@@ -30,7 +30,7 @@ def test_fewer_depths_of_forced_routing_are_the_teacher_without_its_last_layers(
         torch.testing.assert_close(student(ids).logits, teacher(ids).logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "ouro", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "ouro", "gemma2", "huginn"])
 @pytest.mark.parametrize("depths", [1, 2, 15])
 def test_cached_steps_equal_the_whole_pass(family: str, depths: int) -> None:
     student, ids = released(family), tokens(1, 7)
