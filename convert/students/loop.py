@@ -59,7 +59,7 @@ class LoopState:
 
 
 def at_depth(steps: tuple[Step, ...], depths: int) -> tuple[Step, ...]:
-    """The first ``depths`` visits, or more of the last one; without a coda the end closes a loop."""
+    """The first ``depths`` visits, or more of the last; without a coda the end closes a loop."""
     last = steps[-1]
     more = (
         replace(last, slot=slot, opens_loop=False, closes_loop=False)

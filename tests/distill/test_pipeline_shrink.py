@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_case import convert, make_case
+from pipeline_case import convert, make_case, make_recipe
 from pydantic import ValidationError
 
 from ltconvert.convert.checkpoint import load_student
 from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.dreamer.shrink import pool_sizes
 from ltconvert.convert.teachers.load import Teacher, load_teacher
+from ltconvert.distill.evaluate import evaluate
 from ltconvert.distill.report import build_report
+from ltconvert.distill.runlog import RunLog
 from ltconvert.recipes.schema import Recipe, StudentSettings
 
 STUDENT: dict[str, Any] = {
@@ -52,9 +54,20 @@ def test_pools_shrink_and_what_is_left_learns(
     assert pools == [(3, 6), (2, 4), (1, 2)]
     sizes = [step["parameters"] for step in facts["pools"]]
     assert sizes == sorted(sizes, reverse=True)
+    evaluate(
+        teacher,
+        result.student,
+        teacher.tokenizer,
+        make_recipe(case).eval,
+        data=make_recipe(case).data,
+        folder=tmp_path / "out",
+        log=RunLog(tmp_path / "out"),
+        parts=["routing"],
+    )
     build_report(tmp_path / "out")
     report = (tmp_path / "out/report.md").read_text()
     assert "| 34.0 % | 1 | 2 |" in report and "shrink to 0.34" in report
+    assert "## Routing" in report and "| attention | 1 | 0 |" in report
     loaded = load_student(result.student_dir)
     assert loaded.config.dreamer["experts"] == 2
     assert sum(p.numel() for p in loaded.parameters()) == sizes[-1]
