@@ -40,7 +40,8 @@ RecipeName = Annotated[
     str, typer.Option("--recipe", help="A name of `recipes list`, or the path of a YAML.")
 ]
 Budget = Annotated[
-    str | None, typer.Option("--budget", help="demo, small or full: scales all token budgets.")
+    str | None,
+    typer.Option("--budget", help="demo, small or full: token budgets, and rates that suit them."),
 ]
 Data = Annotated[
     str | None,

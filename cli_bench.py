@@ -122,7 +122,7 @@ def models(request: Request) -> dict[str, LT2Config]:
     else:
         config, _ = read_config(student_folder(str(request.reference)), None)
     teacher = LT2Config.from_spec(config.spec())
-    if set(config.mixers) != {"full"}:
+    if set(config.mixers) != {"full"} or config.dreamer is not None:
         if request.mixers or request.full:
             raise UserError(
                 f"{request.reference} is a student, with its own mixers and full layers; "

@@ -48,7 +48,7 @@ def run(reference: str, revision: str | None, *, as_json: bool, verbose: bool) -
         "visits",
         "parameters",
         "cache a token",
-        "state",
+        "at any length",
     )
     output.print_table("", columns, _rows(facts.layers, merge=not verbose))
 
@@ -125,6 +125,6 @@ def _cells(layer: LayerFacts) -> tuple[Any, ...]:
         layer.rope,
         layer.visits,
         output.human_count(layer.parameters),
-        size(layer.cache_bytes_per_token),
-        size(layer.state_bytes),
+        size(layer.cache_bytes_per_token if layer.grows else 0),
+        size(layer.constant_bytes),
     )

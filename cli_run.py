@@ -25,13 +25,15 @@ def distill(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
 ) -> None:
     """All stages, evaluation and report; with `--json` the rows of the table on stdout."""
-    from ltconvert.distill.evaluate import evaluate_run
+    from ltconvert.distill.evaluate import check_recall, evaluate_run
     from ltconvert.distill.evaluation.task_files import check_tasks
     from ltconvert.distill.processes import is_main_process
     from ltconvert.distill.report import show_evaluation
 
     check_tasks(recipe.eval.tasks)  # a misspelt task should not come to light after the training
     start = begin(session, recipe, teacher_name, out, revision)
+    if start.teacher.tokenizer is not None:  # without one the run is refused
+        check_recall(start.teacher.tokenizer, recipe.eval, recipe.seed)
     result = run_stages(start)
     start.log.close()
     if not is_main_process():

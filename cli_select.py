@@ -18,12 +18,17 @@ if TYPE_CHECKING:
 def select_layers(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
 ) -> None:
-    """Align and select; prints the ranked table and the words that use it."""
+    """Align and select; prints the ranked table and the words that use it.
+
+    Raises:
+        UserError: the recipe leaves nothing to choose.
+    """
     from ltconvert.distill.processes import is_main_process
     from ltconvert.distill.selection.render import render_selection
     from ltconvert.distill.selection.result import Selection
     from ltconvert.distill.stage import SELECTION_FILE
 
+    _check_selects(recipe, "select-layers")
     only = {
         name: getattr(recipe, name).model_copy(update={"enabled": False})
         for name in ("logits", "shrink", "longctx")
@@ -62,8 +67,7 @@ def per_loop(
     loops = recipe.student.loops or origin_spec(spec, recipe.student.model_dump()).num_loops
     if loops == 1:
         raise UserError("--per-loop compares loops, and this student has one; leave it out")
-    if "select" not in recipe.stages:
-        raise UserError("--per-loop needs what the stage select reads: set select.enabled=true")
+    _check_selects(recipe, "--per-loop")
     start = begin(session, recipe, teacher_name, out, revision)
     with start.log.hearing("ltconvert.kernels"):
         inputs = pipeline.inputs_of(
@@ -85,3 +89,17 @@ def per_loop(
         return
     output.print_rich(render_per_loop(scores))
     output.print_line(f"written: {path}")
+
+
+def _check_selects(recipe: Recipe, what: str) -> None:
+    """Before anything is aligned: whether the stage `select` runs at all.
+
+    Raises:
+        UserError: with the reason.
+    """
+    if "select" in recipe.stages:
+        return
+    why = "set select.enabled=true"
+    if not recipe.student.converts:
+        why = f"the recipe {recipe.name} converts no layer, so that none is to choose"
+    raise UserError(f"{what} needs the stage select: {why}")

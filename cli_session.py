@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 import typing
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -207,6 +208,8 @@ def prepare(session: Session) -> None:
     if not session.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("DATASETS_VERBOSITY", "error")
+        # How a published config spells a setting is nothing that the user could mend.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     if not sys.stderr.isatty():  # on a terminal a long download shows its progress
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -241,7 +244,7 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, UserError):
         return text, 2
     if hasattr(error, "format_message"):  # a wrong call, as the command-line parser found it
-        message = " ".join(error.format_message().split())
+        message = " ".join(error.format_message().split()) or "no command given"
         return f"{message.rstrip('.')}; see --help", 2
     name = type(error).__name__
     if out_of_memory(error):

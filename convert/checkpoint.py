@@ -104,6 +104,7 @@ def load_student(
         raise UserError(
             f"{folder} holds no student (no config.json); give the folder that `distill` wrote"
         )
+    _check_is_student(folder / "config.json")
     try:
         config = LT2Config.from_pretrained(folder)
         loaded: Any = LT2ForCausalLM.from_pretrained(
@@ -127,6 +128,19 @@ def load_student(
             # differently: a resumed run would part from an undisturbed one in the last bit.
             parameter.data = parameter.data.clone()
     return model.to(device).eval()
+
+
+def _check_is_student(path: Path) -> None:
+    """Refuse the folder of another kind of model; damaged files are left to the loader."""
+    try:
+        kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except (ValueError, AttributeError):
+        return
+    if kind != LT2Config.model_type:
+        raise UserError(
+            f"{path.parent} holds no student of ltconvert but a model of type {kind!r}; "
+            "a teacher is named by --teacher"
+        )
 
 
 def read_provenance(folder: str | Path) -> dict[str, Any]:

@@ -18,10 +18,20 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def count_dropped(wanted: int | float | Collection[int], num_layers: int) -> int:
-    """How many layers a share (rounded, halves up), a count or a list leaves out."""
+    """How many layers a share (rounded, halves up), a count or a list leaves out.
+
+    Raises:
+        UserError: a share that is less than half a layer.
+    """
     if isinstance(wanted, Collection):
         return len(wanted)
-    return math.floor(wanted * num_layers + 0.5) if isinstance(wanted, float) else wanted
+    count = math.floor(wanted * num_layers + 0.5) if isinstance(wanted, float) else wanted
+    if wanted and not count:
+        raise UserError(
+            f"student.drop_layers {wanted} of {num_layers} layers is none; "
+            f"give {0.5 / num_layers:.3g} or more, or a count"
+        )
+    return count
 
 
 def shortened_spec(spec: TeacherSpec, layers: Collection[int]) -> TeacherSpec:

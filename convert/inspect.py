@@ -82,6 +82,11 @@ class LayerFacts:
         """Whether every further token takes memory; so it is in all visits or in none."""
         return None in self.cache_tokens
 
+    @property
+    def constant_bytes(self) -> int:
+        """What a long sequence's cache holds whatever its length: state and full windows."""
+        return self.cache_bytes(0 if self.grows else sys.maxsize)
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -114,7 +119,7 @@ class ModelFacts:
     @property
     def constant_bytes(self) -> int:
         """What a long sequence's cache holds whatever its length: states and full windows."""
-        return sum(x.cache_bytes(0 if x.grows else sys.maxsize) for x in self.layers)
+        return sum(x.constant_bytes for x in self.layers)
 
     def cache_bytes(self, context_tokens: int) -> int:
         """Cache of one sequence of so many tokens."""

@@ -18,6 +18,7 @@ from ltconvert.convert.students.dreamer.build import dreamer_options, dreamer_te
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.tying import tie_layers, tied_spec
+from ltconvert.errors import UserError
 
 
 def build_student(
@@ -195,8 +196,8 @@ def student_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str,
         spec: of the model whose layers are converted, see ``origin_spec``.
 
     Raises:
-        ValueError: more loops than the teacher has, no core left between prelude and coda, or
-            other loops than a teacher whose loops have tensors of their own.
+        UserError: more loops than the teacher has, or other loops than a teacher whose loops have
+            tensors of their own.
     """
     names = (
         "window_tokens", "short_conv", "conv_size", "top_k_tokens", "index_heads", "block_tokens",
@@ -210,13 +211,13 @@ def student_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str,
     loops = options["loops"]
     if loops > spec.num_loops:
         tie = ", or tie its layers by student.loop_start" if spec.num_loops == 1 else ""
-        raise ValueError(
+        raise UserError(
             f"student.loops is {loops}, the teacher runs {spec.num_loops}; "
             f"choose 1 to {spec.num_loops}{tie}"
         )
     for name, own in _loops_of(spec).items():
         if spec.tied_rank is not None and options[name] != own:
-            raise ValueError(
+            raise UserError(
                 f"student.{name} is {options[name]}, and the loops of this teacher have tensors "
                 f"of their own for {own}; leave it out"
             )

@@ -101,14 +101,23 @@ def evaluate(
 def _check(job: Evaluation, parts: Sequence[str]) -> None:
     """Find mistakes in the settings of later parts before the first part runs."""
     if "recall" in parts:
-        for kind, length in itertools.product(KINDS, job.settings.recall_lengths_tokens):
-            retrieval_examples(job.tokenizer, length, 1, job.seed, kind)
+        check_recall(job.tokenizer, job.settings, job.seed)
     if "loops" in parts:
-        for way, model in itertools.product(job.ways(), job.models.values()):
-            way.check(model)
+        for way in job.ways():
+            way.check(job.models.get("student") or job.models["teacher"])
     if "tasks" in parts:
         with quiet():
             check_tasks(job.settings.tasks, job.include_path)
+
+
+def check_recall(tokenizer: Any, settings: EvalSettings, seed: int) -> None:
+    """Make an example of each length.
+
+    Raises:
+        UserError: a length that holds none with this tokenizer.
+    """
+    for kind, length in itertools.product(KINDS, settings.recall_lengths_tokens):
+        retrieval_examples(tokenizer, length, 1, seed, kind)
 
 
 def _measure(

@@ -37,6 +37,7 @@ from ltconvert.distill.records import (
     versions,
     write_whole,
 )
+from ltconvert.distill.reporting.tables import runs
 from ltconvert.distill.run_identity import fingerprint, recorded_precision
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.shelf import Shelf
@@ -144,6 +145,8 @@ class Pipeline:
         """Score the student as it comes from the teacher's weights."""
         began = time.perf_counter()
         student = self.lineage.initial_student()
+        if dropped := self.lineage.dropped():
+            self.log.say(f"start: layers of the teacher that are left out: {runs(dropped)}")
         self._finish(self.records[START], student, {"tokens": 0, "seconds": 0.0}, began)
         return student
 

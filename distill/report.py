@@ -149,7 +149,13 @@ def show_evaluation(run_dir: Path | str) -> str:
     page = Console(file=io.StringIO(), width=110)
     for section, table in _evaluation_tables(run):
         title = f"{section.title}: {table.caption}" if table.caption else section.title
-        drawn = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        drawn = RichTable(
+            title=title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            min_width=min(len(title), page.width),  # or the title would wrap at a narrow table
+        )
         for index, header in enumerate(table.headers):
             drawn.add_column(header, justify="left" if index == 0 else "right")
         for row in table.rows:

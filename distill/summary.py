@@ -38,13 +38,18 @@ def after_stage(record: StageRecord, before: StageRecord | None) -> str:
     """One line for a stage that has just finished; it says so when the student got worse."""
     scores = record.scores
     text = (
-        f"{record.stage}: KL to the teacher {scores['kl']:.4f} nats a token, "
+        f"{record.stage}: KL to the teacher {scores['kl']:z.4f} nats a token, "
         f"perplexity {scores['student_ppl']:.2f} (teacher {scores['teacher_ppl']:.2f}) "
         f"on {scores['tokens']:,} held-out tokens"
     )
-    if before is not None and scores["kl"] > before.scores["kl"]:
+    if before is not None and rises(before.scores["kl"], scores["kl"]):
         text += f"; that is above the {before.scores['kl']:.4f} after {before.stage}"
     return text
+
+
+def rises(before: float, after: float) -> bool:
+    """Whether a KL has grown by something that the four digits shown of it can show."""
+    return round(after, 4) > round(before, 4)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -56,7 +61,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     for values in rows:
         shown.add_row(
             values["stage"],
-            f"{values['kl']:.4f}",
+            f"{values['kl']:z.4f}",
             f"{values['student_ppl']:.2f}",
             f"{values['teacher_ppl']:.2f}",
             f"{values['tokens']:,}",

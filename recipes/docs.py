@@ -23,7 +23,7 @@ from ltconvert.recipes.schema import Recipe
 _INTRO = """# Recipes
 
 A recipe is one YAML file that holds a whole conversion: what the student is, where text comes from,
-the four stages and what is measured. A file says only what differs from the defaults below.
+its stages and what is measured. A file says only what differs from the defaults below.
 
 Precedence, lowest first: defaults, the YAML, `--budget`, `--set section.key=value` (repeatable).
 The resolved recipe is written to the run folder; a run folder accepts no other one.

@@ -71,14 +71,17 @@ def nearest(wrong: str, known: Iterable[str]) -> str:
 
 def one_line(error: ValidationError) -> str:
     """The first mistake of a pydantic error: key, what is wrong, what was given."""
-    first = error.errors()[0]
+    # Of a union's members the one that got furthest into what was given.
+    found = error.errors()
+    first = max(found, key=lambda row: (row["loc"][:2] == found[0]["loc"][:2], len(row["loc"])))
     # A union reports one row a member, with the member's type at the end of the location.
     known = set(dotted_keys())
     key = ".".join(str(part) for part in first["loc"])
     while key and key not in known and "." in key:
         key = key.rpartition(".")[0]
     message = first["msg"].removeprefix("Value error, ")
-    given = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
+    said = isinstance(first["input"], dict) or " got " in message
+    given = "" if said else f" (got {first['input']!r})"
     prefix = f"{key}: " if key else ""
     return f"{prefix}{message[:1].lower()}{message[1:]}{given}"
 

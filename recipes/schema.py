@@ -231,6 +231,8 @@ class StudentSettings(DreamerSettings):
             raise ValueError(
                 f"student.drop_layers is {dropped}; expected a share in [0, 1), a count, or a list"
             )
+        if isinstance(dropped, list) and len(set(dropped)) != len(dropped):
+            raise ValueError(f"student.drop_layers names each layer once, got {dropped}")
         converts = self.kinds != ["full"] or self.kind != "lt2" or self.loop_start is not None
         if dropped and converts:
             raise ValueError(

@@ -93,6 +93,11 @@ def test_mistakes_are_one_line_and_exit_2(
     assert expected in error_line(capsys, arguments)
 
 
+@pytest.mark.parametrize("words", [[], ["recipes"], ["bench"]], ids=str)
+def test_no_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_line(capsys, words) == "error: no command given; see --help\n"
+
+
 def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "use --device cpu" in error_line(capsys, ["doctor", "--device", "cuda"])

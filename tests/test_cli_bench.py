@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from dreamer_case import released
 from helpers import tiny_model, tiny_spec
 
 from ltconvert.cli import app
@@ -90,6 +91,24 @@ def test_the_student_of_a_teacher_follows_recipe_mixers_and_full_layers(
         (["--mixers", "gdn, window,full"], ["gdn", "window", "full"]),
     ):
         assert document(capsys, *small, *words)["models"]["student"]["mixers"] == expected
+
+
+def test_a_shorter_student_and_a_dreamer_are_what_is_measured(
+    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--contexts", "4", "--batch", "1"]
+    drop = ["--recipe", "layer-drop"]  # a quarter of three layers is one
+    found = document(capsys, folders["teacher"], *drop, *small)["models"]
+    assert [len(found[who]["mixers"]) for who in ("teacher", "student")] == [3, 2]
+    dreamer = released()
+    save_student(dreamer, None, tmp_path / "dreamer", {})
+    rows = document(capsys, str(tmp_path / "dreamer"), *small)["rows"]
+    facts = model_facts(dreamer.config, torch.float32)
+    assert [(row["model"], row["path"]) for row in rows] == [
+        ("teacher", "fast"),
+        ("student", "plain"),
+    ]
+    assert rows[1]["cache_bytes"] == facts.cache_bytes(4)
 
 
 def test_a_row_without_memory_says_so(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dreamer_case import released
 from helpers import VOCAB, tiny_model, tiny_spec
 
 from ltconvert.cli import app
@@ -61,6 +62,15 @@ def test_exit_thresholds(fast: list[str], student: str, capsys: pytest.CaptureFi
     assert "loops" not in plain
     assert found("--exit-threshold", "0")["loops"] == 1
     assert run(app, ["generate", student, "-p", "x", *fast, "--exit-threshold", "1.5"]) == 2
+
+
+def test_a_dreamer_has_no_fast_path(
+    tmp_path: Path, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_student(released(), tiny_tokenizer, tmp_path / "m", {})
+    call = ["generate", str(tmp_path / "m"), "-p", "x", "--fast", "--depths", "2"]
+    assert run(app, call) == 2
+    assert "error: --fast has no one-token step for a Dreamer yet" in capsys.readouterr().err
 
 
 def test_a_model_without_a_gate_says_so(

@@ -147,6 +147,45 @@ def test_a_misspelt_task_is_refused_before_any_training(
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("verb", "settings", "expected"),
+    [
+        ("distill", ["eval.recall_lengths_tokens=[8]"], "recall at 8 tokens is too short"),
+        ("select-layers", ["select.enabled=false"], "set select.enabled=true"),
+        (
+            "select-layers",
+            ["student.mixer=full", "student.full_layers=1.0"],
+            "the recipe tiny converts no layer",
+        ),
+        ("plan", ["student.loops=2"], "student.loops is 2, the teacher runs 1"),
+    ],
+)
+def test_mistakes_are_told_before_any_training(
+    verb: str,
+    settings: list[str],
+    expected: str,
+    case: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = [word for setting in settings for word in ("--set", setting)]
+    assert run(app, words(case, verb, "--out", str(tmp_path / "run"), *options)) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "run" / "stages").exists()
+
+
+def test_a_damaged_recipe_of_a_run_is_one_line(
+    case: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "run.json").write_bytes((finished / "run.json").read_bytes())
+    for text in ("a: b: c", "seed"):
+        (run_dir / "recipe.resolved.yaml").write_text(text)
+        assert run(app, words(case, "distill", "--out", str(run_dir))) == 2
+        assert "recipe.resolved.yaml is damaged" in capsys.readouterr().err
+
+
 def test_select_layers_then_distill_in_one_folder(
     case: Path, tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,9 +243,13 @@ def test_eval(
     assert "report" in capsys.readouterr().out
 
 
-def test_eval_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_names_what_is_missing(
+    case: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(app, ["eval", "--student", str(tmp_path / "none")]) == 2
     assert "no such folder" in capsys.readouterr().err
+    assert run(app, ["eval", "--student", str(case / "teacher")]) == 2
+    assert "no student of ltconvert but a model of type 'llama'" in capsys.readouterr().err
 
 
 def test_inspect(case: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +280,11 @@ def test_generate(
     assert run(app, ["generate", str(case / "teacher"), *call, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == expected
     assert run(app, ["generate", str(case / "teacher"), *call]) == 0
-    assert capsys.readouterr().out.strip() == expected.strip()
+    captured = capsys.readouterr()
+    assert captured.out.strip() == expected.strip() and not captured.err
+    assert run(app, ["generate", str(case / "teacher"), *call, "--max-new-tokens", "255"]) == 0
+    longest = f"up to {ids.input_ids.shape[1] + 255} tokens, and the model is made for 256\n"
+    assert capsys.readouterr().err == longest
     sampling = ["--temperature", "0.9", "--top-p", "0.9", "--top-k", "20", "--seed", "3"]
     texts = []
     for more in (sampling, sampling, [*sampling[:-1], "4"], ["--chat"], ["--beams", "2"]):

@@ -66,8 +66,9 @@ class FilesSource:
         try:
             record = json.loads(_decode(raw, shard, line))
         except json.JSONDecodeError as error:
+            problem = f"{error.msg.removesuffix(' at')} at column {error.colno}"
             raise UserError(
-                f"{place}: not a JSON object ({error.msg} at column {error.colno}); "
+                f"{place}: not a JSON object ({problem}); "
                 "jsonl has one whole object a line: mend or delete this line"
             ) from None
         if not isinstance(record, dict):

@@ -132,7 +132,10 @@ def empty_split(name: str, split: Split, share: float) -> UserError:
         return UserError(
             f"data.source {name!r}: no document fell into the held-out split; {remedy}"
         )
-    return UserError(f"data.source {name!r} is empty: no document with text is left to train on")
+    return UserError(
+        f"data.source {name!r}: no document with text is left to train on "
+        f"(data.heldout_share is {share:g}): give more documents"
+    )
 
 
 def _looks_like_path(name: str) -> bool:

@@ -11,6 +11,7 @@ from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import origin_spec, student_options
+from ltconvert.distill.planning.models import shortened
 from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
 from ltconvert.distill.selection.simple import uniform_layers
 from ltconvert.errors import UserError
@@ -31,7 +32,7 @@ def student_config(
     """
     if unknown := sorted(set(mixers) - set(MIXERS)):
         raise UserError(f"unknown mixer {unknown[0]!r}; known: {', '.join(MIXERS)}")
-    spec = origin_spec(spec, settings.model_dump())
+    spec = shortened(origin_spec(spec, settings.model_dump()), settings.drop_layers)
     if len(mixers) <= 1:
         of_recipe = settings.mixers(_full_layers(spec.num_layers, settings), spec.num_layers)
         mixers = [x if x == "full" else [*mixers, x][0] for x in of_recipe]

@@ -22,6 +22,7 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.shared_cache import owners
 from ltconvert.distill.evaluation.generation import cache_bytes, deployed
 from ltconvert.distill.evaluation.statistics import ratio
+from ltconvert.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ class Way:
         """
         leaving(model.model, self.exit_threshold)
         owners(model.config, self.loop_cache)
+
+    def fits(self, model: LT2ForCausalLM) -> bool:
+        """Whether the model can."""
+        try:
+            self.check(model)
+        except UserError:
+            return False
+        return True
 
 
 def ways(loop_cache: str, exit_thresholds: Sequence[float]) -> list[Way]:

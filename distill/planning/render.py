@@ -10,6 +10,7 @@ from ltconvert.convert.inspect import ModelFacts
 from ltconvert.distill.plan import Plan, StagePlan
 from ltconvert.distill.planning.fit import gib
 from ltconvert.distill.progress import short_number, short_time
+from ltconvert.distill.reporting.tables import size
 
 _PARTS = ("teacher", "student", "gradients", "optimiser", "activations", "logits")
 
@@ -54,7 +55,7 @@ def _model(model: ModelFacts) -> str:
     loops = f" in {model.loops} loops" if model.loops > 1 else ""
     cache = f"{model.cache_bytes_per_token / 1024:,.1f} KiB of cache a token"
     if model.constant_bytes:
-        cache += f" and {gib(model.constant_bytes)} whatever the context"
+        cache += f" and {size(model.constant_bytes)} whatever the context"
     if model.own_parameters:
         loops += f" ({short_number(model.own_parameters)} of them single loops' own)"
     return f"{short_number(model.parameters)} parameters{loops}, {cache}"

@@ -11,6 +11,7 @@ from ltconvert.distill.planning.memory import stage_memory
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.processes import rank_and_world
 from ltconvert.distill.records import RECIPE_FILE
+from ltconvert.errors import UserError
 from ltconvert.recipes.schema import STAGES, Recipe, TrainSettings
 
 # More tokens at a time bring no more speed: a GPU is busy with so many, a CPU with far fewer.
@@ -59,11 +60,18 @@ def with_rows(recipe: Recipe, rows: Mapping[str, int]) -> Recipe:
 
 
 def recorded_rows(recipe: Recipe, run_dir: Path) -> dict[str, int]:
-    """What a run that has begun chose for stages whose rows the recipe leaves open."""
+    """What a run that has begun chose for stages whose rows the recipe leaves open.
+
+    Raises:
+        UserError: the run's recipe cannot be read.
+    """
     path = run_dir / RECIPE_FILE
     if not path.is_file():
         return {}
-    then = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        then = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, TypeError, ValueError):
+        raise UserError(f"{path} is damaged; choose another output folder") from None
     found: dict[str, int] = {}
     for stage in STAGES:
         settings = getattr(recipe, stage)

@@ -44,7 +44,7 @@ def recall(run: RunFolder) -> Section:
     """Exact recall of a hidden number by length, and by depth."""
     section = Section("Recall")
     scores = run.part("recall")
-    if not scores:
+    if not scores or not any(next(iter(scores.values())).values()):  # or at no length
         return section
     models = list(scores)
     section.text.append(

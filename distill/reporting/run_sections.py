@@ -9,6 +9,7 @@ from typing import Any
 from ltconvert.distill.reporting import plots
 from ltconvert.distill.reporting.run_folder import RunFolder
 from ltconvert.distill.reporting.tables import Plot, Section, Table, count, number, percent, runs
+from ltconvert.distill.summary import rises
 
 
 def stages(run: RunFolder) -> Section:
@@ -70,7 +71,7 @@ def _rises(scored: list[dict[str, Any]]) -> list[str]:
         f"After {stage['stage']} the KL is above that after {before['stage']} "
         f"({stage['scores']['kl']:.4f} against {before['scores']['kl']:.4f})."
         for before, stage in itertools.pairwise(scored)
-        if stage["scores"]["kl"] > before["scores"]["kl"]
+        if rises(before["scores"]["kl"], stage["scores"]["kl"])
     ]
 
 

@@ -47,7 +47,7 @@ def number(value: float | None, stderr: float | None = None, digits: int = 3) ->
     """``0.123 ± 0.004``; a dash where there is no value."""
     if value is None or not math.isfinite(value):
         return "-" if value is None else str(value)
-    shown = f"{value:.{digits}f}"
+    shown = f"{value:z.{digits}f}"
     return shown if stderr is None else f"{shown} ± {stderr:.{digits}f}"
 
 

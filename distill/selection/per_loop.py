@@ -93,7 +93,8 @@ def rank_visits(probe: Probe) -> VisitScores:
     stability = Stability(probe.settings.stable_rounds, state.get("history", []))
     watch = Stopwatch(cost.seconds)
     to_do = probe.batches[len(stability.history) :]
-    with probe.inputs.log.bar("select per loop", len(to_do) * len(schedule), "visits") as bar:
+    passes = len(to_do) * (len(schedule) + 1)  # one of a batch is the student as it is
+    with probe.inputs.log.bar("select per loop", passes, "passes") as bar:
         for batch in to_do:
             if stability.settled:
                 break

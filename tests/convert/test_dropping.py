@@ -59,7 +59,9 @@ def test_prelude_and_coda_shrink_with_their_layers() -> None:
 
 
 def test_counts() -> None:
-    assert [count_dropped(wanted, 30) for wanted in (0.25, 7, [1, 2])] == [8, 7, 2]
+    assert [count_dropped(wanted, 30) for wanted in (0.25, 7, [1, 2], 0)] == [8, 7, 2, 0]
+    with pytest.raises(UserError, match=r"0\.1 of 4 layers is none; give 0\.125 or more"):
+        count_dropped(0.1, 4)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "ouro"])

@@ -95,6 +95,9 @@ def test_growth_and_constant_part_add_up_for_long_contexts() -> None:
     for context in (5, 64, 1000):
         grown = facts.constant_bytes + context * facts.cache_bytes_per_token
         assert facts.cache_bytes(context) == grown
+        for layer in facts.layers:
+            grown = layer.constant_bytes + layer.grows * context * layer.cache_bytes_per_token
+            assert layer.cache_bytes(context) == grown
 
 
 def test_without_short_convolution_there_is_no_history() -> None:

@@ -129,3 +129,15 @@ def test_a_model_that_cannot_is_told_before_anything_runs(
     assert not (tmp_path / "report" / "evaluation.json").exists()
     with pytest.raises(UserError, match="has one loop"):
         Way("last").check(looped("full", loops=1))
+
+
+def test_a_dense_teacher_does_not_keep_its_looped_student_from_it(
+    tmp_path: Path, tiny_tokenizer: Any, student: list[str]
+) -> None:
+    models = {"teacher": looped("full", loops=1), "student": looped("full", loops=2)}
+    for name, model in models.items():
+        save_student(model.float(), tiny_tokenizer, tmp_path / name, {})
+    student[1:3] = [word for name in models for word in (f"--{name}", str(tmp_path / name))]
+    assert run(app, [*student, "--loop-cache", "last"]) == 0
+    rows = json.loads((tmp_path / "report" / "evaluation.json").read_text())["parts"]["loops"]
+    assert [len(rows[who]) for who in rows] == [1] and list(rows) == ["student"]

@@ -34,7 +34,11 @@ def teacher(case: Path) -> Teacher:
 
 
 def test_layers_are_chosen_once_and_noted(
-    case: Path, teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: Path,
+    teacher: Teacher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls: list[int] = []
 
@@ -52,6 +56,8 @@ def test_layers_are_chosen_once_and_noted(
     assert load_student(first.student_dir).config.num_layers == 2
     noted = json.loads((first.student_dir / "provenance.json").read_text())["dropped_layers"]
     assert len(noted) == 1
+    said = "".join(capsys.readouterr())
+    assert said.count(f"layers of the teacher that are left out: {noted[0]}\n") == 1
     start = json.loads((tmp_path / "out/stages/start/stage.json").read_text())
     assert start["facts"]["dropped"] == noted
 

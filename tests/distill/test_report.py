@@ -15,6 +15,7 @@ import pytest
 from ltconvert.distill.report import build_report, show_evaluation
 from ltconvert.distill.reporting.run_folder import read_run
 from ltconvert.distill.reporting.tables import NOT_RUN, number, percent, runs, size
+from ltconvert.distill.summary import rises
 from ltconvert.errors import UserError
 
 TITLES = (
@@ -303,6 +304,19 @@ def test_one_model_alone_has_a_report(tmp_path: Path) -> None:
     assert "| 0.473 ± 0.022 | - | - |" in markdown
 
 
+def test_recall_at_no_length_was_not_run(tmp_path: Path) -> None:
+    whole = evaluation()
+    whole["parts"]["recall"] = {who: {"needle": {}} for who in ("teacher", "student")}
+    (tmp_path / "evaluation.json").write_text(json.dumps(whole))
+    build_report(tmp_path)
+    assert f"## Recall\n\n_{NOT_RUN}_" in (tmp_path / "report.md").read_text()
+    assert "Recall" not in show_evaluation(tmp_path)
+
+
+def test_a_rise_is_one_that_can_be_seen() -> None:
+    assert rises(1.2345, 1.2346) and not rises(0.00070, 0.00074) and not rises(0.1, 0.1)
+
+
 def test_the_model_card_names_teacher_layers_and_scores(run_dir: Path) -> None:
     card = run_dir / "student" / "README.md"
     assert card in build_report(run_dir)
@@ -336,6 +350,7 @@ def test_a_half_written_metrics_line_is_left_out(run_dir: Path) -> None:
 def test_cells() -> None:
     assert number(0.12345, 0.01) == "0.123 ± 0.010" and number(None) == "-"
     assert number(float("nan")) == "nan"
+    assert number(-1e-9, digits=4) == "0.0000" and number(-0.25, digits=1) == "-0.2"
     assert percent(0.5) == "50.0 %" and percent(None) == "-"
     assert size(512) == "512 B" and size(3 * 2**20) == "3.0 MiB"
     assert runs([5, 0, 4, 9, 6]) == "0, 4-6, 9" and runs([]) == "none"

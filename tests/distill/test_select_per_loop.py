@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ltconvert import recipes
 from ltconvert.cli import app
 from ltconvert.cli_session import run
 from ltconvert.convert.transfer import build_student
+from ltconvert.distill.progress import Bar
 from ltconvert.distill.selection.cost import per_loop_cost
 from ltconvert.distill.selection.per_loop import rank_visits
 from ltconvert.distill.selection.render import render_per_loop
@@ -113,6 +116,21 @@ def test_it_stops_once_the_best_visits_have_settled() -> None:
     scores = rank_visits(probe(teacher, student, rows, stable_rounds=2))
     assert (scores.batches, scores.stopped_early) == (3, True)
     assert scores.gain(1, 0) == scores.gain(1, 1) == 0.0  # the same mixer twice
+
+
+def test_the_bar_ends_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = probe(*pair("ouro", num_loops=2), [packed(rows=1, seed=seed) for seed in range(2)])
+    bars, bar = [], made.inputs.log.bar
+
+    @contextmanager
+    def noting(label: str, total: int, unit: str) -> Iterator[Bar]:
+        with bar(label, total, unit) as shown:
+            yield shown
+        bars.append((shown.done, total))
+
+    monkeypatch.setattr(made.inputs.log, "bar", noting)
+    rank_visits(made)
+    assert [done / total for done, total in bars] == [1.0]
 
 
 @pytest.fixture
