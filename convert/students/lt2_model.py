@@ -279,7 +279,7 @@ class LT2Model(LT2PreTrainedModel):
         )
 
     def _check_cache(self, cache: object) -> None:
-        """Raise a ValueError for a cache of another model, or one that a Decoder goes on with."""
+        """Raise a ValueError for a cache of another model, or one settled for one-token steps."""
         if cache is not None and not (
             isinstance(cache, LoopCache) and len(cache) == len(self.schedule)
         ):
