@@ -14,7 +14,7 @@ from ltconvert.convert.transfer import origin_spec, student_options
 from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
 from ltconvert.distill.selection.simple import uniform_layers
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import StudentSettings
+from ltconvert.recipes.student import StudentSettings
 
 
 def student_config(
