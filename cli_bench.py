@@ -15,7 +15,7 @@ from ltconvert.errors import UserError
 if TYPE_CHECKING:
     from ltconvert.cli_session import Session
     from ltconvert.convert.students.lt2 import LT2Config
-    from ltconvert.recipes.schema import StudentSettings
+    from ltconvert.recipes.student import StudentSettings
 
 COLUMNS = (
     "model",

@@ -147,7 +147,7 @@ def _plain(model: Teacher, input_ids: Tensor, sampling: Sampling) -> tuple[Conti
     """transformers' own loop, and the cache that it is going to fill."""
     import torch
 
-    from ltconvert.convert.students.lt2_model import CACHE_NAME
+    from ltconvert.convert.students.lt2_base import CACHE_NAME
 
     cache = model.model.new_cache(sampling.loop_cache)
 

@@ -30,7 +30,7 @@ from ltconvert.distill.calibrate import run_teacher
 from ltconvert.distill.data import Batch
 from ltconvert.distill.optim import build_optimizer
 from ltconvert.distill.parking import Parking
-from ltconvert.recipes.schema import AlignSettings
+from ltconvert.recipes.stages import AlignSettings
 
 TOLERANCE = 1e-4
 STEPS = 2

@@ -37,7 +37,9 @@ from ltconvert.distill.run_identity import NEUTRAL, RUN_FILE, check_same_run, re
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.trainer import train
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import DataSettings, EvalSettings, TrainSettings
+from ltconvert.recipes.data import DataSettings
+from ltconvert.recipes.evaluation import EvalSettings
+from ltconvert.recipes.stages import TrainSettings
 
 STAGE, TEACHER_FOLDER, SCORES_FILE = "looped", "teacher", "scores.json"
 

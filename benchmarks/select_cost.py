@@ -32,7 +32,8 @@ from ltconvert.distill.selection.probe import Probe
 from ltconvert.distill.selection.result import Cost
 from ltconvert.distill.stage import StageInputs
 from ltconvert.kernels.linear_kl import linear_scores
-from ltconvert.recipes.schema import DataSettings, SelectSettings
+from ltconvert.recipes.data import DataSettings
+from ltconvert.recipes.stages import SelectSettings
 
 PARITY_LAYERS = 3
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}

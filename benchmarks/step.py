@@ -42,7 +42,7 @@ from ltconvert.distill.optim import build_optimizer
 from ltconvert.distill.precision import autocast
 from ltconvert.distill.resume import trainable
 from ltconvert.kernels import dispatch
-from ltconvert.recipes.schema import LogitsSettings
+from ltconvert.recipes.stages import LogitsSettings
 
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}  # dense bf16, by the maker
 LOSS_TOLERANCE = 0.03

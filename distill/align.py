@@ -28,7 +28,7 @@ from ltconvert.distill.parking import Parking
 from ltconvert.distill.resume import clean_up
 from ltconvert.distill.stage import StageInputs, StageResult
 from ltconvert.distill.trainer import TrainResult
-from ltconvert.recipes.schema import AlignSettings
+from ltconvert.recipes.stages import AlignSettings
 
 CALIBRATION_BATCHES = 4
 PARKED_FOLDER = "parked"

@@ -17,7 +17,7 @@ import torch
 from ltconvert.distill.objective import F, Objective
 from ltconvert.errors import first_line
 from ltconvert.kernels import dispatch
-from ltconvert.recipes.schema import CompileSetting
+from ltconvert.recipes.runtime import CompileSetting
 
 LEAST_STEPS = 200  # compiling takes about as long as so many steps of a small model save
 # Makes of layers, times models, times what a stage changes in between; PyTorch's own 8 are few.

@@ -34,7 +34,9 @@ from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
     from ltconvert.distill.runlog import RunLog
-    from ltconvert.recipes.schema import DataSettings, EvalSettings, Recipe
+    from ltconvert.recipes.data import DataSettings
+    from ltconvert.recipes.evaluation import EvalSettings
+    from ltconvert.recipes.schema import Recipe
 
 EVALUATION_FILE = "evaluation.json"
 

@@ -25,7 +25,7 @@ from ltconvert.distill.objective import Wrap
 from ltconvert.distill.routing import Release
 from ltconvert.distill.stage import StageInputs, StageResult
 from ltconvert.kernels.linear_kl import LinearKL, linear_kl
-from ltconvert.recipes.schema import LogitsSettings
+from ltconvert.recipes.stages import LogitsSettings
 
 
 class LogitsObjective:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ltconvert.distill import logits
 from ltconvert.distill.stage import StageInputs, StageResult
-from ltconvert.recipes.schema import LongctxSettings
+from ltconvert.recipes.stages import LongctxSettings
 
 
 def run(settings: LongctxSettings, inputs: StageInputs, stage_dir: Path) -> StageResult:

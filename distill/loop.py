@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ltconvert.distill import logits
 from ltconvert.distill.stage import StageInputs, StageResult
-from ltconvert.recipes.schema import LoopSettings
+from ltconvert.recipes.stages import LoopSettings
 
 
 def run(settings: LoopSettings, inputs: StageInputs, stage_dir: Path) -> StageResult:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ltconvert.convert.students.dreamer.banks import Bank
-from ltconvert.recipes.schema import TrainSettings
+from ltconvert.recipes.stages import TrainSettings
 
 
 @dataclass(frozen=True)

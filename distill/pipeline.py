@@ -43,7 +43,8 @@ from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.shelf import Shelf
 from ltconvert.distill.stage import StageInputs, StageResult
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import STAGES, Recipe
+from ltconvert.recipes.schema import Recipe
+from ltconvert.recipes.stages import STAGES
 
 # Counted in the order in which stages came to be: what a stage draws stays as it was.
 _SEEDS = ("align", "select", "logits", "longctx", "loop", "shrink")

@@ -32,7 +32,7 @@ from ltconvert.distill.selection.result import Scores, Selection
 from ltconvert.distill.selection.simple import given, uniform_layers
 from ltconvert.distill.stage import SELECTION_FILE, StageInputs, StageResult
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import SelectSettings
+from ltconvert.recipes.stages import SelectSettings
 
 __all__ = ["METHODS", "SELECTION_FILE", "Selection", "render_selection", "run"]
 

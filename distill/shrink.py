@@ -32,7 +32,7 @@ from ltconvert.distill.pool_damage import pool_damage
 from ltconvert.distill.processes import is_main_process, wait_for_everyone
 from ltconvert.distill.records import write_json
 from ltconvert.distill.stage import StageInputs, StageResult
-from ltconvert.recipes.schema import ShrinkSettings
+from ltconvert.recipes.stages import ShrinkSettings
 
 CUT_FILE = "cut.json"
 _SEEDS_A_STEP = 100  # more than there are stages

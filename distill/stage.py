@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ltconvert.convert.students.lt2 import LT2ForCausalLM
     from ltconvert.convert.teachers.load import Teacher
     from ltconvert.distill.runlog import RunLog
-    from ltconvert.recipes.schema import Recipe, TrainSettings
+    from ltconvert.recipes.schema import Recipe
+    from ltconvert.recipes.stages import TrainSettings
 
 STUDENT_FOLDER = "student"
 SELECTION_FILE = "selection.json"

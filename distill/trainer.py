@@ -43,7 +43,8 @@ from ltconvert.distill.resume import (
 )
 from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import CompileSetting, TrainSettings
+from ltconvert.recipes.runtime import CompileSetting
+from ltconvert.recipes.stages import TrainSettings
 
 __all__ = ["Objective", "Stream", "TrainResult", "train"]
 

@@ -1,6 +1,6 @@
 """Recipes: one flat YAML each, resolved into one frozen `Recipe`.
 
-Precedence, lowest first: defaults of `schema.py`, the YAML, the budget, `--set a.b=c`.
+Precedence, lowest first: defaults of `Recipe`, the YAML, the budget, `--set a.b=c`.
 A YAML holds only what differs from the defaults. Every mistake is one line that names the key,
 where it came from and the nearest key that exists.
 """

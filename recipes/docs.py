@@ -23,7 +23,7 @@ from ltconvert.recipes.schema import Recipe
 _INTRO = """# Recipes
 
 A recipe is one YAML file that holds a whole conversion: what the student is, where text comes from,
-its stages and what is measured. A file says only what differs from the defaults below.
+the stages and what is measured. A file says only what differs from the defaults below.
 
 Precedence, lowest first: defaults, the YAML, `--budget`, `--set section.key=value` (repeatable).
 The resolved recipe is written to the run folder; a run folder accepts no other one.
@@ -32,7 +32,7 @@ The resolved recipe is written to the run folder; a run folder accepts no other 
     ltconvert recipes show hybrid25 --budget demo --set logits.temperature=2
     ltconvert recipes check my_recipe.yaml
 
-This page is generated from `recipes/schema.py` by `make docs`.
+This page is generated from the settings in `recipes/` by `make docs`.
 """
 _SIGNS = {Gt: "> {0.gt}", Ge: ">= {0.ge}", Lt: "< {0.lt}", Le: "<= {0.le}"}
 

@@ -18,7 +18,7 @@ from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.selection.partial import Progress
 from ltconvert.distill.selection.probe import Probe
 from ltconvert.distill.stage import StageInputs
-from ltconvert.recipes.schema import SelectSettings
+from ltconvert.recipes.stages import SelectSettings
 
 
 def packed(rows: int = 2, length: int = 17, seed: int = 1, padding: int = 0) -> Batch:

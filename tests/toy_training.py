@@ -24,7 +24,8 @@ from ltconvert.distill.interrupt import Stopped
 from ltconvert.distill.processes import rank_and_world
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.trainer import TrainResult, train
-from ltconvert.recipes.schema import DataSettings, TrainSettings
+from ltconvert.recipes.data import DataSettings
+from ltconvert.recipes.stages import TrainSettings
 
 SEQ, VOCAB, WIDTH = 13, 97, 11
 

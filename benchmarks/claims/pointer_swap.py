@@ -48,7 +48,7 @@ from ltconvert.distill.evaluation.scores import last_hidden
 from ltconvert.distill.precision import autocast
 from ltconvert.distill.records import write_json
 from ltconvert.distill.runlog import RunLog
-from ltconvert.recipes.schema import TrainSettings
+from ltconvert.recipes.stages import TrainSettings
 
 VARIANTS = {  # (full, linear) layers of a ratio, looped or not
     "full-looped": ((1, 0), True),

@@ -15,7 +15,9 @@ from ltconvert.distill.data import PackedStream
 from ltconvert.distill.evaluation.scores import heldout_rows, heldout_scores
 from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import DataSettings, EvalSettings, TrainSettings
+from ltconvert.recipes.data import DataSettings
+from ltconvert.recipes.evaluation import EvalSettings
+from ltconvert.recipes.stages import TrainSettings
 
 TINY = {
     "layers": 2, "heads": 1, "mlp": 64, "loops": 2, "length": 64, "batch_tokens": 128,

@@ -31,7 +31,7 @@ from ltconvert.distill.run_identity import RUN_FILE, check_same_run, recorded_pr
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.trainer import train
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import TrainSettings
+from ltconvert.recipes.stages import TrainSettings
 
 RESULT_FILE, CLAIMS_FILE = "result.json", "claims.json"
 _NOT_IDENTITY = ("out", "seeds", "minutes", "device", "variants")  # may change from call to call

@@ -5,6 +5,7 @@ B rows, T tokens, C hidden width, P positions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ from ltconvert.convert.students.loop import LoopState, Step
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 SEED = 0  # of the first state
+DEVIATIONS = 3.0  # where it is cut off
 
 
 class Injection(nn.Module):
@@ -54,11 +56,14 @@ class Injection(nn.Module):
         return state.with_stream(self(state.h_BTC, state.prelude_BTC))
 
     def _draw(self, width: int) -> Tensor:
-        """The states of all positions on the CPU, the same on every machine, [P, C]."""
+        """The states of all positions on the CPU, the same on every machine, [P, C].
+
+        By the inverse of the distribution: what PyTorch's own truncated normal draws from a seed
+        differs from version to version.
+        """
         generator = torch.Generator().manual_seed(SEED)
-        table_PC = torch.empty(self.num_positions, width, device="cpu")
-        if self.std == 0:
-            return table_PC.zero_()
-        limit = 3 * self.std
-        nn.init.trunc_normal_(table_PC, std=self.std, a=-limit, b=limit, generator=generator)
-        return table_PC * self.scale
+        size = (self.num_positions, width)
+        share_PC = torch.rand(size, dtype=torch.float64, device="cpu", generator=generator)
+        inside = math.erf(DEVIATIONS / math.sqrt(2))  # the normal distribution's share that is left
+        deviations_PC = math.sqrt(2) * torch.erfinv(inside * (2 * share_PC - 1))
+        return deviations_PC.float() * (self.std * self.scale)

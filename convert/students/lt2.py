@@ -15,13 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
 
 from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.exits import exit_probabilities
+from ltconvert.convert.students.lt2_base import CACHE_NAME, LT2Output, LT2PreTrainedModel
 from ltconvert.convert.students.lt2_config import LT2Config
-from ltconvert.convert.students.lt2_model import (
-    CACHE_NAME,
-    LT2Model,
-    LT2Output,
-    LT2PreTrainedModel,
-)
+from ltconvert.convert.students.lt2_model import LT2Model
 
 __all__ = ["LT2Config", "LT2ForCausalLM", "LT2Model", "LT2Output", "exit_probabilities"]
 

@@ -5,20 +5,16 @@ B rows, T tokens, C hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ltconvert.convert.mixers import Projections, SequenceContext, make_mixer
-from ltconvert.convert.mixers.attention import Attention, ZeroLinear
+from ltconvert.convert.mixers.attention import Attention
 from ltconvert.convert.mixers.norm import RMSNorm
-from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import Rope
 from ltconvert.convert.students.blocks import (
     ChoosingCall,
@@ -28,67 +24,18 @@ from ltconvert.convert.students.blocks import (
     run_layer,
 )
 from ltconvert.convert.students.cache import LoopCache
-from ltconvert.convert.students.depth import depth_stream, prepare_depth, visit_in_depth
+from ltconvert.convert.students.depth import prepare_depth
 from ltconvert.convert.students.depth_layer import DepthCall
 from ltconvert.convert.students.depth_plan import DepthPlan
-from ltconvert.convert.students.dreamer.model import dreamer_pass, make_dreamer, visit_dreamer
-from ltconvert.convert.students.dreamer.router import Routes
+from ltconvert.convert.students.dreamer.model import make_dreamer
 from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.injection import Injection
 from ltconvert.convert.students.loop import LoopState, Step
+from ltconvert.convert.students.lt2_base import CACHE_NAME, LT2Output, LT2PreTrainedModel
 from ltconvert.convert.students.lt2_config import LT2Config
+from ltconvert.convert.students.sequence import read_sequence
 from ltconvert.convert.students.shared_cache import owners
-from ltconvert.kernels.segments import segment_counts
-
-# transformers renamed the cache of models and outputs after 5.17
-CACHE_NAME = (
-    "cache" if "cache" in {f.name for f in fields(CausalLMOutputWithPast)} else "past_key_values"
-)
-
-
-@dataclass
-class LT2Output(CausalLMOutputWithPast):
-    """Output of LT2Model and LT2ForCausalLM; the cache is under the name that transformers uses.
-
-    Attributes:
-        loop_states: the normed residual stream [B, T, C] after each loop that was computed.
-        exit_logits: the exit gate after each of them, [B, T, loops].
-        choice_loss: mean over visits of the loss of what chooses their keys, where asked for.
-        routes: of a Dreamer's two pools (attention, MLPs), a pair a depth; empty while all is
-            forced, None of other models.
-    """
-
-    last_hidden_state: Tensor | None = None
-    loop_states: tuple[Tensor, ...] | None = None
-    exit_logits: Tensor | None = None
-    choice_loss: Tensor | None = None
-    routes: tuple[tuple[Routes, Routes], ...] | None = None
-
-
-class LT2PreTrainedModel(PreTrainedModel):
-    """What transformers needs to know of the family."""
-
-    config_class = LT2Config
-    config: LT2Config
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["DecoderLayer", "DreamerLayer"]  # noqa: RUF012 (transformers' form)
-    _supports_sdpa = True
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, ZeroLinear):
-            nn.init.normal_(module.weight, std=0.02)
-            if isinstance(bias := getattr(module, "bias", None), Tensor):
-                nn.init.zeros_(bias)
-            if isinstance(module, Linear):
-                module.reset_corrections()
-        elif callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing: saved folders point at the installed package, no source is copied."""
+from ltconvert.convert.students.visits import first_state, visit_layer
 
 
 class LT2Model(LT2PreTrainedModel):
@@ -180,30 +127,8 @@ class LT2Model(LT2PreTrainedModel):
         Raises:
             ValueError: the mask is not [B, past + T], or documents are packed behind a cache.
         """
-        rows, num_tokens = h_BTC.shape[:2]
-        total = past_length + num_tokens
-        if attention_mask is not None and attention_mask.shape != (rows, total):
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, expected "
-                f"{(rows, total)}: one entry for each cached and new token"
-            )
-        if segment_ids is not None and past_length:
-            raise ValueError(
-                "segment_ids cannot follow a cache; pack documents in uncached passes only"
-            )
-        keep_BS = None
-        if attention_mask is not None and not bool(attention_mask.all()):
-            keep_BS = attention_mask.bool()
-        keep_BT = None if keep_BS is None else keep_BS[:, -num_tokens:]
-        if keep_BT is not None and bool(keep_BT.all()):
-            keep_BT = None
-        # Numbered anew: one that comes back is another document, in every mixer alike.
-        segment_ids = segment_counts(segment_ids, keep_BT)
-        if position_ids is None:
-            position_ids = _positions(h_BTC, keep_BS, segment_ids, past_length)
-        rope = {name: table(position_ids) for name, table in self._ropes.items()}
-        context = SequenceContext(
-            rope, num_tokens, h_BTC.device, position_ids, keep_BS, keep_BT, segment_ids
+        context = read_sequence(
+            h_BTC, self._ropes, attention_mask, position_ids, segment_ids, past_length
         )
         if self.call_layer is not run_layer and not past_length:
             context.prepare(self.windows())
@@ -239,19 +164,7 @@ class LT2Model(LT2PreTrainedModel):
     ) -> LoopState:
         """One visit of one layer, with what opens and closes its loop."""
         state = self.enter(step, state, context)
-        if state.dreamer is not None:
-            return self.leave(step, visit_dreamer(self, step, state, context, cache))
-        layer, context = self.layers[step.layer], self.context_of(step, context)
-        if state.depth is not None and state.depth.plan.visits[step.slot].takes_part:
-            h_BTC = visit_in_depth(self, step, state, context, cache)
-        elif cache is not None:
-            h_BTC = layer(state.h_BTC, context, cache.layers[step.slot])
-        elif context.learns_choice and layer.mixer.chooses:
-            h_BTC, loss = self.call(self.call_choosing_layer, layer, state.h_BTC, context)
-            state = replace(state, choice_losses=(*state.choice_losses, loss))
-        else:
-            h_BTC = self.call(self.call_layer, layer, state.h_BTC, context)
-        return self.leave(step, state.with_stream(h_BTC))
+        return self.leave(step, visit_layer(self, step, state, context, cache))
 
     def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
         """What a visit reads: the loop is said where it has tensors or windows of its own."""
@@ -319,12 +232,7 @@ class LT2Model(LT2PreTrainedModel):
             ValueError: a cache of another model, or a threshold without an exit gate.
         """
         leaves = leaving(self, exit_threshold)
-        if inputs_embeds is not None and input_ids is None:
-            h_BTC = inputs_embeds
-        elif input_ids is not None and inputs_embeds is None:
-            h_BTC = self.embed(input_ids)
-        else:
-            raise ValueError("give either input_ids or inputs_embeds")
+        h_BTC = self._stream(input_ids, inputs_embeds)
         cache = cache if cache is not None else past_key_values
         if cache is None and use_cache:
             cache = self.new_cache(loop_cache)
@@ -337,17 +245,25 @@ class LT2Model(LT2PreTrainedModel):
             past_length=0 if cache is None else cache.num_tokens,
         )
         context.learns_choice = learns_choice
-        state = replace(
-            self.start(h_BTC),
-            depth=depth_stream(self, context.rope),
-            dreamer=dreamer_pass(self),
-        )
+        state = first_state(self, h_BTC, context)
         if leaves is not None and cache is not None and cache.num_tokens and h_BTC.shape[1] == 1:
             state = run_until_exit(self, state, context, cache, leaves)
         else:
             state = self.run(state, context, cache)
         if cache is not None:
             cache.advance(h_BTC.shape[1])
+        return self._output(state, cache)
+
+    def _stream(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """The residual stream [B, T, C] before the first layer."""
+        if inputs_embeds is not None and input_ids is None:
+            return inputs_embeds
+        if input_ids is not None and inputs_embeds is None:
+            return self.embed(input_ids)
+        raise ValueError("give either input_ids or inputs_embeds")
+
+    def _output(self, state: LoopState, cache: LoopCache | None) -> LT2Output:
+        """What a finished pass gives."""
         gate = self.exit_gate
         exit_logits = (
             None if gate is None else torch.cat([gate(h) for h in state.loop_states], dim=-1)
@@ -363,6 +279,7 @@ class LT2Model(LT2PreTrainedModel):
         )
 
     def _check_cache(self, cache: object) -> None:
+        """Raise a ValueError for a cache of another model, or one settled for one-token steps."""
         if cache is not None and not (
             isinstance(cache, LoopCache) and len(cache) == len(self.schedule)
         ):
@@ -374,17 +291,3 @@ class LT2Model(LT2PreTrainedModel):
             raise ValueError(
                 "this cache was settled for one-token steps and takes no forward pass; reset() it"
             )
-
-
-def _positions(
-    h_BTC: Tensor, keep_BS: Tensor | None, segment_ids: Tensor | None, past_length: int
-) -> Tensor:
-    """Positions [B or 1, T]: real tokens counted from 0 in each row and document."""
-    num_tokens = h_BTC.shape[1]
-    index_BS = torch.arange(past_length, past_length + num_tokens, device=h_BTC.device)[None]
-    if keep_BS is not None:
-        index_BS = keep_BS.long().cumsum(-1) - 1
-    if segment_ids is not None:  # a document's first token is a real one
-        starts_BT = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-        index_BS = index_BS - index_BS.where(starts_BT, 0).cummax(dim=-1).values
-    return index_BS.clamp(min=0)[:, -num_tokens:]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import DataSettings
+from ltconvert.recipes.data import DataSettings
 
 Split = Literal["train", "heldout"]
 Messages = list[dict[str, Any]]

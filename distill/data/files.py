@@ -14,7 +14,7 @@ import numpy as np
 from ltconvert.distill.data.documents import Document, record_document, text_document
 from ltconvert.distill.data.unpack import SUPPORTED, kind_of, plain_file
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import DataSettings
+from ltconvert.recipes.data import DataSettings
 
 # A text file is cut into documents of about this size, at the next blank line; a shorter file is
 # one document. So one large file has documents to shuffle and to hold out.

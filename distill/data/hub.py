@@ -13,7 +13,7 @@ from typing import Any
 
 from ltconvert.distill.data.documents import Document, record_document
 from ltconvert.errors import UserError, first_line
-from ltconvert.recipes.schema import DataSettings
+from ltconvert.recipes.data import DataSettings
 
 Cursor = dict[str, Any]
 

@@ -22,7 +22,7 @@ from ltconvert.distill.data.sources import (
 from ltconvert.distill.data.tokens import Encoder
 from ltconvert.distill.processes import rank_and_world
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import DataSettings
+from ltconvert.recipes.data import DataSettings
 
 
 class RowBuilder:

@@ -14,7 +14,7 @@ from ltconvert.distill.data.hub import HubSource
 from ltconvert.distill.data.topics import TopicsSource
 from ltconvert.distill.data.unpack import kind_of
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import DataSettings
+from ltconvert.recipes.data import DataSettings
 
 Cursor = dict[str, Any]
 BLOCK_DOCUMENTS = 32  # read and tokenised together

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from ltconvert.distill.data.documents import missing_field
 from ltconvert.errors import UserError, first_line
-from ltconvert.recipes.schema import DataSettings
+from ltconvert.recipes.data import DataSettings
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")

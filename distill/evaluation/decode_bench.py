@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ltconvert.convert.decoding import Decoder
 from ltconvert.convert.students.cache import LoopCache
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
-from ltconvert.convert.students.lt2_model import CACHE_NAME
+from ltconvert.convert.students.lt2_base import CACHE_NAME
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import tensors_of
 from ltconvert.distill.evaluation import decode_work as work

@@ -15,7 +15,7 @@ from ltconvert.distill.planning.models import shortened
 from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
 from ltconvert.distill.selection.simple import uniform_layers
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import StudentSettings
+from ltconvert.recipes.student import StudentSettings
 
 
 def student_config(

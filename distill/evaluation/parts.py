@@ -25,7 +25,8 @@ from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
     from ltconvert.distill.runlog import RunLog
-    from ltconvert.recipes.schema import DataSettings, EvalSettings
+    from ltconvert.recipes.data import DataSettings
+    from ltconvert.recipes.evaluation import EvalSettings
 
 PROMPT_TOKENS = 64
 TASK_ROWS = 8

@@ -15,7 +15,9 @@ from torch import Tensor
 from ltconvert.convert.students.dreamer.depth import DepthAttention
 from ltconvert.convert.students.dreamer.depths import set_depths
 from ltconvert.convert.students.dreamer.layer import DreamerLayer
+from ltconvert.convert.students.dreamer.pools import Pool
 from ltconvert.convert.students.dreamer.router import Routes
+from ltconvert.convert.students.dreamer.rows import Mixture
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.routing_usage import Usage
@@ -56,19 +58,30 @@ def _adding(layer: DreamerLayer) -> Iterator[dict[str, list[Tensor]]]:
     shares: dict[str, list[Tensor]] = {name: [] for name in POOLS}
     sizes: dict[str, Tensor] = {}
 
-    def listen(name: str) -> Any:
-        def note(_: Any, __: Any, added_BTC: Tensor) -> None:
-            sizes[name] = _lengths(added_BTC)
+    def listen(name: str) -> None:
+        pool: Pool = getattr(layer, name)
+        joined = pool.joined
 
-        return getattr(layer, name).register_forward_hook(note)
+        def note(h_BTC: Tensor, y_BTC: Tensor, mixture: Mixture) -> Tensor:
+            after_BTC = joined(h_BTC, y_BTC, mixture)
+            if layer.spec.norm_layout == "outer":  # the norm scales the stream and y alike
+                share_N = _lengths(y_BTC) / _lengths(h_BTC + y_BTC)
+                sizes[name] = share_N * _lengths(after_BTC)
+            else:  # y is not what is added where a norm stands behind it
+                sizes[name] = _lengths(after_BTC - h_BTC)
+            return after_BTC
+
+        pool.joined = note  # type: ignore[method-assign]
+        stack.callback(delattr, pool, "joined")
 
     def divide(_: Any, __: Any, left: tuple[Tensor, Any]) -> None:
         for name in POOLS:
             shares[name].append(sizes[name] / _lengths(left[0]))
 
     with ExitStack() as stack:
-        for handle in (*map(listen, POOLS), layer.register_forward_hook(divide)):
-            stack.callback(handle.remove)
+        for name in POOLS:
+            listen(name)
+        stack.callback(layer.register_forward_hook(divide).remove)
         yield shares
 
 

@@ -18,7 +18,8 @@ from ltconvert.distill.evaluation.statistics import ratio
 from ltconvert.distill.precision import autocast
 from ltconvert.errors import UserError
 from ltconvert.kernels.linear_kl import linear_scores
-from ltconvert.recipes.schema import DataSettings, EvalSettings
+from ltconvert.recipes.data import DataSettings
+from ltconvert.recipes.evaluation import EvalSettings
 
 QUANTITIES = ("kl", "student_nll", "teacher_nll", "agreement")
 NUM_BUCKETS = 32

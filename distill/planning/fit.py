@@ -8,7 +8,8 @@ from typing import Any
 from ltconvert.distill.planning.memory import stage_memory
 from ltconvert.distill.planning.models import Models
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import Recipe, SelectSettings
+from ltconvert.recipes.schema import Recipe
+from ltconvert.recipes.stages import SelectSettings
 
 SHORTEST_ROW = 256
 

@@ -19,7 +19,8 @@ from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.kernels import dispatch
 from ltconvert.kernels.linear_kl import CHUNK_BYTES
 from ltconvert.kernels.linear_kl.chunks import MOST_TOKENS, row_width
-from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe, SelectSettings
+from ltconvert.recipes.schema import Recipe
+from ltconvert.recipes.stages import AlignSettings, LogitsSettings, SelectSettings
 
 FP32, BF16 = 4, 2
 # Scoring layers keeps three of each model (`selection.compare`); training by the reference kernel

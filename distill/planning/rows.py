@@ -12,7 +12,8 @@ from ltconvert.distill.planning.models import Models
 from ltconvert.distill.processes import rank_and_world
 from ltconvert.distill.records import RECIPE_FILE
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import STAGES, Recipe, TrainSettings
+from ltconvert.recipes.schema import Recipe
+from ltconvert.recipes.stages import STAGES, TrainSettings
 
 # More tokens at a time bring no more speed: a GPU is busy with so many, a CPU with far fewer.
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 2048}

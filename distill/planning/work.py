@@ -20,7 +20,8 @@ from ltconvert.distill.selection.cost import most_cost
 from ltconvert.distill.selection.result import Cost
 from ltconvert.distill.selection.short_training import gate_settings, short_settings
 from ltconvert.kernels.chunkwise.spans import CHUNK_TOKENS
-from ltconvert.recipes.schema import AlignSettings, LogitsSettings, Recipe
+from ltconvert.recipes.schema import Recipe
+from ltconvert.recipes.stages import AlignSettings, LogitsSettings
 
 # Share of a large matrix product's speed that a model is taken to reach; recurrences, norms and
 # small products take the rest. Assumed, not measured: `plan(tokens_per_second=...)` takes a speed

@@ -11,7 +11,7 @@ import yaml
 
 from ltconvert.distill.records import RECIPE_FILE
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import STAGES
+from ltconvert.recipes.stages import STAGES
 
 STAGE_ORDER = ("start", *STAGES)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ltconvert.convert.students.loop import Step
 from ltconvert.distill.selection.result import Cost
-from ltconvert.recipes.schema import SelectSettings
+from ltconvert.recipes.stages import SelectSettings
 
 BATCH_TOKENS = 4096  # most tokens of a scored batch
 

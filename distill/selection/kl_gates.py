@@ -37,7 +37,7 @@ from ltconvert.distill.selection.result import Cost, Scores
 from ltconvert.distill.selection.short_training import gate_settings
 from ltconvert.distill.selection.walk import fitting
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import LogitsSettings
+from ltconvert.recipes.stages import LogitsSettings
 
 FOLDER = "gates"  # the checkpoint of the training, in the stage's folder
 TEMPERATURE = 0.5  # of a gate, in units of the noise

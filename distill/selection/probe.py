@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ltconvert.distill.data import Batch
     from ltconvert.distill.progress import Bar
     from ltconvert.distill.stage import StageInputs
-    from ltconvert.recipes.schema import SelectSettings
+    from ltconvert.recipes.stages import SelectSettings
 
 
 @dataclass

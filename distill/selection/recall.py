@@ -27,7 +27,7 @@ from ltconvert.distill.selection.ranking import Stability, order
 from ltconvert.distill.selection.result import Cost, Scores
 from ltconvert.distill.selection.walk import Inputs, walk, with_mixer
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import SelectSettings
+from ltconvert.recipes.stages import SelectSettings
 
 KIND: Kind = "multikey"
 

@@ -21,7 +21,7 @@ from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.processes import rank_and_world
 from ltconvert.distill.selection.probe import Probe
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import LogitsSettings, SelectSettings
+from ltconvert.recipes.stages import LogitsSettings, SelectSettings
 
 POINTS = 10  # parts that a layer's training is measured in, at most
 GATE_LR = 0.2  # of their scores, in units of their noise

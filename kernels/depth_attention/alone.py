@@ -69,7 +69,7 @@ def _gradients(
     depth_v: Tensor, dk_NBTGD: Tensor | None, *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     of_depth = [
-        torch.empty_like(x) if dk_NBTGD is None else q.new_empty(0) for x in (depth_k, depth_v)
+        launch.new_like(x) if dk_NBTGD is None else q.new_empty(0) for x in (depth_k, depth_v)
     ]
     return q.new_empty(q.shape), *of_depth, log_sum.new_empty(())
 

@@ -111,10 +111,17 @@ def places(
     """Where slots' gradients go, [B, T, N, G, D] each: to storage (then True), or somewhere new."""
     if dk_NBTGD is not None and dv_NBTGD is not None:
         return (dk_NBTGD.permute(1, 2, 0, 3, 4), dv_NBTGD.permute(1, 2, 0, 3, 4)), True
-    made = torch.empty_like(k_BTNGD), torch.empty_like(v_BTNGD)
+    made = new_like(k_BTNGD), new_like(v_BTNGD)
     for x in made:
         x[:, :, slots:].zero_()
     return made, False
+
+
+def new_like(x_BTNGD: Tensor) -> Tensor:
+    """Room for the gradient of keys or values, in their order where a kernel can write to that."""
+    if x_BTNGD.stride(-1) == 1:
+        return torch.empty_like(x_BTNGD)
+    return x_BTNGD.new_empty(x_BTNGD.shape)
 
 
 def returned(ddepth: tuple[Tensor, Tensor], like: Tensor, stored: bool) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ def _gradients(
     q, k, v, depth_k, depth_v, bias, dk_NBTGD = inputs[:7]
     made = [x.new_empty(x.shape) for x in (q, k, v)]
     if dk_NBTGD is None:
-        of_depth = [torch.empty_like(depth_k), torch.empty_like(depth_v)]
+        of_depth = [launch.new_like(depth_k), launch.new_like(depth_v)]
     else:
         of_depth = [q.new_empty(0), q.new_empty(0)]
     dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)

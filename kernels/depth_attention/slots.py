@@ -8,7 +8,9 @@ writer.
 
 The ops do not declare that they write to storage. Declared, autograd would refuse in the backward
 what a reader saved, because a later layer has since written another slot; a reader's own slots do
-not change. Backward twice works: a writer leaves zeros where it took its gradient.
+not change. Backward twice works: a writer leaves zeros where it took its gradient. What a backward
+adds and no writer takes (only some gradients were asked for, or it broke off) stays: the same graph
+gives wrong gradients after that; the next pass, with slots of its own, right ones.
 
 N slots, B batch, T tokens, G key/value heads, D head width.
 """

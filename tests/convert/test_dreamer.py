@@ -63,6 +63,16 @@ def test_it_starts_as_its_teacher(family: str, slices: int) -> None:
         assert (student(ids).logits - found.logits).abs().max() > 1e-2
 
 
+def test_a_wider_student_of_a_half_precision_teacher_is_that_teacher() -> None:
+    """Gains are multiplied in at the student's precision: products do not fit the teacher's."""
+    teacher, ids = tiny_model(tiny_spec("gemma3")).bfloat16(), tokens(2, 9)
+    settings = {"dreamer": dreamer_options()}
+    student = build_student(teacher, ["full"] * 3, settings, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = teacher.float()(ids).logits  # every value of bf16 is one of fp32
+        torch.testing.assert_close(student(ids).logits, wanted, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "huginn"])
 def test_released_it_is_the_teacher_where_own_experts_are_chosen_alone(family: str) -> None:
     teacher, ids = tiny_model(tiny_spec(family)), tokens(2, 9)

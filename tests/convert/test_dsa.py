@@ -14,7 +14,7 @@ from ltconvert.distill.data.batch import Batch
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.kernels.index_topk import index_topk
 from ltconvert.kernels.sparse_attention.bits import unpack
-from ltconvert.recipes.schema import LogitsSettings
+from ltconvert.recipes.stages import LogitsSettings
 
 TOP_K = 6
 

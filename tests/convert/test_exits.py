@@ -14,7 +14,7 @@ from ltconvert.convert.checkpoint import load_student, save_student
 from ltconvert.convert.decoding import Decoder
 from ltconvert.convert.students.exits import exit_probabilities
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.convert.students.lt2_model import CACHE_NAME
+from ltconvert.convert.students.lt2_base import CACHE_NAME
 from ltconvert.convert.transfer import build_student
 from ltconvert.errors import UserError
 

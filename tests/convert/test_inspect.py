@@ -8,6 +8,7 @@ from helpers import FAMILIES, NUM_LAYERS, tiny_model, tiny_spec, tokens
 
 from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
+from ltconvert.convert.students.lt2_base import CACHE_NAME
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 MIXERS = {
@@ -85,7 +86,7 @@ def test_parameters_equal_the_real_model(family: str, mixers: str) -> None:
 def test_cache_equals_the_tensors_of_a_real_cache(family: str, mixers: str, length: int) -> None:
     model = tiny_model(tiny_spec(family), MIXERS[mixers], **SMALL)
     with torch.no_grad():
-        cache = model(tokens(1, length), use_cache=True).cache
+        cache = model(tokens(1, length), use_cache=True)[CACHE_NAME]
     facts = model_facts(model.config, cache_dtype=torch.float32)
     assert facts.cache_bytes(length) == stored_bytes(cache)
 

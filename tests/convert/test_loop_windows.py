@@ -15,6 +15,7 @@ from ltconvert.convert.decoding import Decoder
 from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.mixers.attention import WindowAttention
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
+from ltconvert.convert.students.lt2_base import CACHE_NAME
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.transfer import build_student
 
@@ -105,7 +106,7 @@ def test_caches_are_as_large_as_the_window_of_their_visit() -> None:
     assert [layer.keys.shape[2] for layer in static.layers] == [
         size for window in WINDOWS for size in (window, 40, window)
     ]
-    growing = model(tokens(1, 40), use_cache=True).cache
+    growing = model(tokens(1, 40), use_cache=True)[CACHE_NAME]
     assert [layer.keys.shape[2] for layer in growing.layers] == [
         size for window in WINDOWS for size in (window - 1, 40, window - 1)
     ]

@@ -10,7 +10,7 @@ from helpers import covering, tiny_model, tiny_spec, tokens
 from loop_case import NEW, OPTIONS, PROMPT, ROWS, SAMPLING, decoded, looped, naive, padded
 
 from ltconvert.convert.decoding import Decoder
-from ltconvert.convert.students.lt2_model import CACHE_NAME
+from ltconvert.convert.students.lt2_base import CACHE_NAME
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.errors import UserError
 

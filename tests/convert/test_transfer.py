@@ -13,7 +13,7 @@ from ltconvert.convert.transfer import (
     student_options,
     swapped,
 )
-from ltconvert.recipes.schema import StudentSettings
+from ltconvert.recipes.student import StudentSettings
 
 NEW_IN_GDN = {
     "a_proj.weight",

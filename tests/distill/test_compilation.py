@@ -28,7 +28,7 @@ from ltconvert.distill.data import Batch
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.distill.parking import Parking
 from ltconvert.kernels import dispatch
-from ltconvert.recipes.schema import LogitsSettings
+from ltconvert.recipes.stages import LogitsSettings
 
 MIXERS = ["gdn", "full", "window", "gdn", "gdn_window", "gdn_window", "dsa", "nsa"]
 LINEAR = ["deltanet", "kda", "mamba2", "retnet", "kda", "retnet", "mamba2", "deltanet"]

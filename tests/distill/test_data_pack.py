@@ -17,7 +17,7 @@ from ltconvert.distill.data.hub import HubSource
 from ltconvert.distill.data.tokens import Encoder, separator_id
 from ltconvert.distill.prefetch import Prefetch
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import DataSettings
+from ltconvert.recipes.data import DataSettings
 
 SEPARATOR = 0  # `<|endoftext|>` of the tiny tokenizer
 TEXTS = [f"Number {i}: " + "tell me more. " * (i * i % 23) for i in range(90)]

@@ -18,7 +18,7 @@ from ltconvert.distill.data.documents import Document, is_heldout
 from ltconvert.distill.data.sources import one_epoch
 from ltconvert.distill.data.topics import topic_documents
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import DataSettings
+from ltconvert.recipes.data import DataSettings
 
 TEXTS = [
     f"Document {i} of a small corpus.\nIt has two lines, {'and ' * (i % 7)}more." for i in range(40)

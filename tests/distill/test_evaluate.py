@@ -17,7 +17,8 @@ from ltconvert.distill.evaluation import parts as evaluation
 from ltconvert.distill.evaluation.parts import PARTS
 from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import DataSettings, EvalSettings
+from ltconvert.recipes.data import DataSettings
+from ltconvert.recipes.evaluation import EvalSettings
 
 SETTINGS = EvalSettings(
     heldout_tokens=256,

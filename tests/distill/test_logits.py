@@ -12,7 +12,7 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill.data import Batch
 from ltconvert.distill.logits import LogitsObjective, frozen_copy
-from ltconvert.recipes.schema import LogitsSettings, LongctxSettings
+from ltconvert.recipes.stages import LogitsSettings, LongctxSettings
 
 
 def packed(rows: int = 2, length: int = 19, padding: int = 0) -> Batch:

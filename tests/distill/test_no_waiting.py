@@ -19,7 +19,7 @@ from ltconvert.distill.data import Batch
 from ltconvert.distill.gradients import BAD, NORM, Gradients
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.kernels import dispatch
-from ltconvert.recipes.schema import LogitsSettings
+from ltconvert.recipes.stages import LogitsSettings
 
 LENGTH = 256
 

@@ -106,7 +106,7 @@ def test_last_words_come_from_sentences_with_their_context() -> None:
 
 def test_last_words_are_held_out_text() -> None:
     from ltconvert.distill.data import documents as texts
-    from ltconvert.recipes.schema import DataSettings
+    from ltconvert.recipes.data import DataSettings
 
     held = " ".join(" ".join(texts(DataSettings(), "heldout")).split())
     found = documents.last_word()["test"]

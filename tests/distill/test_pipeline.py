@@ -59,7 +59,8 @@ def test_every_stage_has_a_row_and_a_record(finished: PipelineResult) -> None:
     run_dir = finished.student_dir.parent
     for stage in STAGES:
         record = json.loads((run_dir / "stages" / stage / "stage.json").read_text())
-        assert record["status"] == "finished" and record["versions"]["torch"] == torch.__version__
+        assert record["status"] == "finished"
+        assert torch.__version__.startswith(record["versions"]["torch"])  # without its build
     noted = [
         json.loads(line)["stage"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]

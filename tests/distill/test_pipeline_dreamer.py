@@ -27,7 +27,8 @@ from ltconvert.distill.reporting.run_sections import layers
 from ltconvert.distill.resume import TrainState, load_checkpoint, save_checkpoint
 from ltconvert.distill.routing import Release, loads
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import LogitsSettings, StudentSettings
+from ltconvert.recipes.stages import LogitsSettings
+from ltconvert.recipes.student import StudentSettings
 
 STUDENT = {"kind": "dreamer", "mixer": "full", "full_layers": 1.0, "slices": 2, "top_experts": 3}
 

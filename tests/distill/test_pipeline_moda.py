@@ -17,7 +17,8 @@ from ltconvert.convert.transfer import build_student
 from ltconvert.distill.data import Batch
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import LogitsSettings, StudentSettings
+from ltconvert.recipes.stages import LogitsSettings
+from ltconvert.recipes.student import StudentSettings
 
 
 @pytest.fixture(scope="module")

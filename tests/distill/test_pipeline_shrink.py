@@ -18,7 +18,8 @@ from ltconvert.convert.teachers.load import Teacher, load_teacher
 from ltconvert.distill.evaluate import evaluate
 from ltconvert.distill.report import build_report
 from ltconvert.distill.runlog import RunLog
-from ltconvert.recipes.schema import Recipe, StudentSettings
+from ltconvert.recipes.schema import Recipe
+from ltconvert.recipes.student import StudentSettings
 
 STUDENT: dict[str, Any] = {
     "kind": "dreamer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,22 @@ def test_effects_are_shares_of_the_stream() -> None:
         )
     for name, sums in wanted.items():
         assert usage[name].effect_DE.sum(1).tolist() == pytest.approx(sums, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "gemma3"])
+def test_effects_are_what_reaches_the_stream(family: str) -> None:
+    """A norm behind a branch undoes a factor on it: the function stays, and so do effects."""
+    model = released(family)
+    layer = model.model.dreamer
+    layer.spec = layer.attention.spec = layer.experts.spec = replace(layer.spec, rms_norm_eps=0.0)
+    before = pool_usage(model, [BATCH])
+    with torch.no_grad():
+        for bank in (layer.attention.o, layer.experts.down):
+            for parameter in bank.parameters():
+                parameter.mul_(8.0)
+    after = pool_usage(model, [BATCH])
+    for name, usage in before.items():
+        torch.testing.assert_close(after[name].effect_DE, usage.effect_DE, rtol=1e-4, atol=1e-6)
 
 
 def test_choices_are_those_of_the_model() -> None:

@@ -25,7 +25,7 @@ from ltconvert.distill.selection.result import Selection
 from ltconvert.distill.selection.short_training import short_settings, train_layer
 from ltconvert.distill.stage import StageInputs
 from ltconvert.errors import UserError
-from ltconvert.recipes.schema import SelectSettings
+from ltconvert.recipes.stages import SelectSettings
 
 ALL_METHODS = ["kl", "kl-fast", "kl-greedy", "kl-gates", "recall", "uniform"]
 
@@ -279,7 +279,7 @@ def test_batches_leave_room_to_settle_and_do_not_outgrow_memory() -> None:
 
 
 def test_short_distillation_has_a_step_in_every_part() -> None:
-    from ltconvert.recipes.schema import LogitsSettings
+    from ltconvert.recipes.stages import LogitsSettings
 
     for tokens in (2_000_000, 4096, 100):
         short, steps = short_settings(LogitsSettings(), SelectSettings(train_tokens=tokens))

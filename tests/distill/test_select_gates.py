@@ -25,7 +25,7 @@ from ltconvert.distill.selection.result import Selection
 from ltconvert.distill.selection.short_training import GATE_STEPS, gate_settings
 from ltconvert.distill.stage import StageInputs
 from ltconvert.distill.trainer import CHECKPOINT_STEPS_VARIABLE
-from ltconvert.recipes.schema import LogitsSettings, SelectSettings
+from ltconvert.recipes.stages import LogitsSettings, SelectSettings
 
 
 @pytest.mark.parametrize("total", [1, 3, 4.5, 7])

@@ -24,7 +24,7 @@ from ltconvert.distill.selection.cost import per_loop_cost
 from ltconvert.distill.selection.per_loop import rank_visits
 from ltconvert.distill.selection.render import render_per_loop
 from ltconvert.kernels import dispatch
-from ltconvert.recipes.schema import SelectSettings
+from ltconvert.recipes.stages import SelectSettings
 
 
 class OneVisit(nn.Module):

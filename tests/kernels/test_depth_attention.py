@@ -299,9 +299,10 @@ def test_strides_and_repetition() -> None:
     by_head = {
         n: y.transpose(1, 2).contiguous().transpose(1, 2) for n, y in x.items() if n != "bias"
     }
+    by_channel = {n: y.mT.contiguous().mT if n != "bias" else y for n, y in x.items()}
     call = by_backend("triton", slots=5, scale=0.25, schedule=0.5)
     want = results(call, x)
-    for other in (x, by_token, by_head | {"bias": x["bias"]}):
+    for other in (x, by_token, by_head | {"bias": x["bias"]}, by_channel):
         for name, value in results(call, other).items():
             assert torch.equal(value, want[name]), name
 

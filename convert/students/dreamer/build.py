@@ -67,8 +67,9 @@ def dreamer_tensors(
     """
     layer = student.model.dreamer
     assert layer is not None
-    given, offset = dict(teacher.named_parameters()), teacher.model.spec.norm_offset
-    made = pool_tensors(given, layer.config.slices, offset)
+    work = torch.promote_types(teacher.dtype, dtype)  # gains are multiplied in before rounding
+    given = {name: value.detach().to(work) for name, value in teacher.named_parameters()}
+    made = pool_tensors(given, layer.config.slices, teacher.model.spec.norm_offset)
     for name, part in layer.named_children():
         if name not in ("attention", "experts"):
             part.to_empty(device=teacher.device).apply(student._init_weights)

@@ -43,7 +43,7 @@ def last_word(documents: int = 200, **_: Any) -> DatasetDict:
     that share or a larger one trains on.
     """
     from ltconvert.distill.data import documents as texts
-    from ltconvert.recipes.schema import DataSettings
+    from ltconvert.recipes.data import DataSettings
 
     found = [d for text in texts(DataSettings(), "heldout") for d in last_words(text)]
     random.Random("last_word").shuffle(found)

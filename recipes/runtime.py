@@ -1,0 +1,29 @@
+"""Settings of the machine's side of a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from ltconvert.recipes.base import Settings
+
+CompileSetting = Literal["auto", "off", "layers"]
+
+
+class RuntimeSettings(Settings):
+    """How fast a run is on its machine; no result depends on it beyond rounding."""
+
+    compile: CompileSetting = Field(
+        "auto",
+        description=(
+            "compile the layers of training steps: `layers`, `off`, or `auto`: on a GPU when"
+            " enough steps are left to make up for it"
+        ),
+    )
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        """YAML 1.1 reads `off` as false."""
+        return "off" if value is False else value
