@@ -12,13 +12,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from ltconvert.kernels import dispatch, limits
-from ltconvert.kernels.depth_attention.checks import check_depth, check_merge, check_sequence
+from ltconvert.kernels.depth_attention.checks import check_depth, check_merge
 from ltconvert.kernels.depth_attention.slots import (
     DepthSlots,
     SlotGradients,
     new_slots,
     write_slot,
 )
+from ltconvert.kernels.window_attention import check_sequence
 
 __all__ = [
     "DepthSlots",

@@ -7,38 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ltconvert.kernels.segments import check_token_grid
-
-
-def check_sequence(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGD: Tensor,
-    window: int | None,
-    segment_ids_BT: Tensor | None,
-    keep_BS: Tensor | None,
-) -> None:
-    """Raise ValueError unless keys, values and what restricts them fit the queries."""
-    batch, length, heads, width = q_BTHD.shape
-    keys, groups = k_BSGD.shape[1:3]
-    if (
-        k_BSGD.shape != (batch, keys, groups, width)
-        or v_BSGD.shape != k_BSGD.shape
-        or not 0 < length <= keys
-        or heads % groups
-    ):
-        raise ValueError(
-            f"with queries {list(q_BTHD.shape)}, keys and values must be [{batch}, {length} or "
-            f"more, a divisor of {heads}, {width}], got {list(k_BSGD.shape)} and "
-            f"{list(v_BSGD.shape)}"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"a window has at least 1 token, got {window}")
-    if segment_ids_BT is not None and keys > length:
-        raise ValueError(f"segments go with as many keys as queries, got {keys} for {length}")
-    check_token_grid("segment_ids", segment_ids_BT, batch, length)
-    check_token_grid("keep", keep_BS, batch, keys)
-
 
 def check_depth(
     q_BTHD: Tensor, depth_k_BTNGD: Tensor, depth_v_BTNGD: Tensor, slots: int, groups: int

@@ -42,6 +42,23 @@ def window_attention(
     Raises:
         ValueError: shapes that do not fit together.
     """
+    check_sequence(q_BTHD, k_BSGD, v_BSGD, window, segment_ids_BT, keep_BS)
+    limit = limits.of_window_attention(q_BTHD, k_BSGD, v_BSGD, keep_BS)
+    return dispatch.implementation("window_attention", q_BTHD.device, limit).window_attention(
+        q_BTHD, k_BSGD, v_BSGD, window=window, scale=scale, soft_cap=soft_cap,
+        segment_ids_BT=segment_ids_BT, keep_BS=keep_BS,
+    )  # fmt: skip
+
+
+def check_sequence(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    window: int | None,
+    segment_ids_BT: Tensor | None,
+    keep_BS: Tensor | None,
+) -> None:
+    """Raise ValueError unless keys, values and what restricts them fit the queries."""
     batch, length, heads, width = q_BTHD.shape
     keys, groups = k_BSGD.shape[1:3]
     if (
@@ -55,14 +72,9 @@ def window_attention(
             f"more, a divisor of {heads}, {width}], got {list(k_BSGD.shape)} and "
             f"{list(v_BSGD.shape)}"
         )
-    if window < 1:
+    if window is not None and window < 1:
         raise ValueError(f"a window has at least 1 token, got {window}")
     if segment_ids_BT is not None and keys > length:
         raise ValueError(f"segments go with as many keys as queries, got {keys} for {length}")
     check_token_grid("segment_ids", segment_ids_BT, batch, length)
     check_token_grid("keep", keep_BS, batch, keys)
-    limit = limits.of_window_attention(q_BTHD, k_BSGD, v_BSGD, keep_BS)
-    return dispatch.implementation("window_attention", q_BTHD.device, limit).window_attention(
-        q_BTHD, k_BSGD, v_BSGD, window=window, scale=scale, soft_cap=soft_cap,
-        segment_ids_BT=segment_ids_BT, keep_BS=keep_BS,
-    )  # fmt: skip

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from decode_case import DEVICE, GPU, needs_triton
 from helpers import diagonal
 from torch import Tensor
 
@@ -16,14 +15,7 @@ from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.depth_attention import depth_attention, depth_only_attention
 from ltconvert.kernels.parity import check, judge
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if GPU else [torch.float32]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None
-    or (not GPU and os.environ.get("TRITON_INTERPRET") != "1"),
-    reason="no triton, or neither a GPU nor its interpreter",
-)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 Inputs = Mapping[str, Tensor]
 Call = Callable[..., tuple[Tensor, ...]]

@@ -5,12 +5,11 @@ Without a GPU the kernels run in Triton's interpreter, in fp32 on small shapes.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Mapping
 
 import pytest
 import torch
+from decode_case import DEVICE, GPU, needs_triton
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -18,14 +17,7 @@ from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.parity import check, judge
 from ltconvert.kernels.window_attention import window_attention
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if GPU else [torch.float32]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None
-    or (not GPU and os.environ.get("TRITON_INTERPRET") != "1"),
-    reason="no triton, or neither a GPU nor its interpreter",
-)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 Inputs = Mapping[str, Tensor]
 
