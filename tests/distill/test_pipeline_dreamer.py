@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_model, tiny_spec, tokens
-from pipeline_case import convert, make_case
+from pipeline_case import convert
 
 from ltconvert import recipes
 from ltconvert.convert.checkpoint import load_student
 from ltconvert.convert.students.dreamer.router import Routes
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
-from ltconvert.convert.teachers.load import Teacher, load_teacher
+from ltconvert.convert.teachers.load import Teacher
 from ltconvert.convert.transfer import build_student, student_options
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.decode_bench import bench
@@ -33,16 +33,7 @@ from ltconvert.recipes.student import StudentSettings
 STUDENT = {"kind": "dreamer", "mixer": "full", "full_layers": 1.0, "slices": 2, "top_experts": 3}
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    folder = tmp_path_factory.mktemp("case")
-    make_case(folder, tiny_tokenizer, "ouro")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def teacher(case: Path) -> Teacher:
-    return load_teacher(str(case / "teacher"))
+FAMILY = "ouro"  # of the case
 
 
 def test_it_starts_at_the_teacher_and_ends_with_routing_of_its_own(

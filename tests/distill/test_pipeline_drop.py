@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_case import convert, make_case
+from pipeline_case import convert
 from pydantic import ValidationError
 
 from ltconvert.convert.checkpoint import load_student
-from ltconvert.convert.teachers.load import Teacher, load_teacher
+from ltconvert.convert.teachers.load import Teacher
 from ltconvert.distill.damage import least_damage
 from ltconvert.distill.pipeline import PipelineResult
 from ltconvert.distill.planning.models import models_of
@@ -21,16 +21,7 @@ from ltconvert.recipes.schema import Recipe
 DROP: dict[str, Any] = {"mixer": "full", "full_layers": 1.0, "drop_calibration_tokens": 256}
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    folder = tmp_path_factory.mktemp("case")
-    make_case(folder, tiny_tokenizer, "qwen3")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def teacher(case: Path) -> Teacher:
-    return load_teacher(str(case / "teacher"))
+FAMILY = "qwen3"  # of the case
 
 
 def test_layers_are_chosen_once_and_noted(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_model, tiny_spec, tokens
-from pipeline_case import convert, make_case
+from pipeline_case import convert
 
 from ltconvert import recipes
 from ltconvert.convert.checkpoint import load_student
-from ltconvert.convert.teachers.load import Teacher, load_teacher
+from ltconvert.convert.teachers.load import Teacher
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill.data import Batch
 from ltconvert.distill.logits import LogitsObjective
@@ -20,17 +20,7 @@ from ltconvert.errors import UserError
 from ltconvert.recipes.stages import LogitsSettings
 from ltconvert.recipes.student import StudentSettings
 
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    folder = tmp_path_factory.mktemp("case")
-    make_case(folder, tiny_tokenizer, "ouro")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def teacher(case: Path) -> Teacher:
-    return load_teacher(str(case / "teacher"))
+FAMILY = "ouro"  # of the case
 
 
 def test_it_starts_at_the_teacher_and_ends_as_published(

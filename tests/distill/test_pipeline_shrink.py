@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_case import convert, make_case, make_recipe
+from pipeline_case import convert, make_recipe
 from pydantic import ValidationError
 
 from ltconvert.convert.checkpoint import load_student
 from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.dreamer.shrink import pool_sizes
-from ltconvert.convert.teachers.load import Teacher, load_teacher
+from ltconvert.convert.teachers.load import Teacher
 from ltconvert.distill.evaluate import evaluate
 from ltconvert.distill.report import build_report
 from ltconvert.distill.runlog import RunLog
@@ -32,16 +32,7 @@ STUDENT: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    folder = tmp_path_factory.mktemp("case")
-    make_case(folder, tiny_tokenizer, "qwen3")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def teacher(case: Path) -> Teacher:
-    return load_teacher(str(case / "teacher"))
+FAMILY = "qwen3"  # of the case
 
 
 @pytest.mark.parametrize("how", ["drop", "merge"])
