@@ -12,5 +12,6 @@ OPS = (
     "depth_attention",
     "short_conv",
     "norm_gate",
+    "permute",
     "sparse_attention",
 )
