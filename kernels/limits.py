@@ -43,17 +43,13 @@ def of_convolution(x: Tensor, weight_DW: Tensor) -> str | None:
     return of_precision(x, weight_DW)
 
 
-def of_window_attention(
-    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, keep_BS: Tensor | None
-) -> str | None:
-    """The same, width, one precision, and no past and padding."""
+def of_window_attention(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> str | None:
+    """The same, width, one precision, and no past."""
     most = MOST_WINDOW_WIDTH_FP32 if q_BTHD.dtype == torch.float32 else MOST_WIDTH
     if q_BTHD.shape[-1] > most:
         return f"heads of {q_BTHD.dtype} are up to {most} wide, got {q_BTHD.shape[-1]}"
     if k_BSGD.shape[1] > q_BTHD.shape[1]:
         return "it has no keys before the first query"
-    if keep_BS is not None:
-        return "it knows no padding"
     if len(made := {x.dtype for x in (q_BTHD, k_BSGD, v_BSGD)}) > 1:
         return f"q, k and v must have one dtype, got {', '.join(sorted(map(str, made)))}"
     return of_precision(q_BTHD)
@@ -65,20 +61,17 @@ def of_depth_attention(
     v_BSGD: Tensor,
     depth_k_BTNGD: Tensor,
     depth_v_BTNGD: Tensor,
-    keep_BS: Tensor | None,
     plain: bool,
 ) -> str | None:
     """Those of the depth part, and of what attends to the sequence.
 
-    ``plain``: no documents, padding and soft cap. Padding among the queries' own tokens is taken
-    for documents.
+    ``plain``: no documents, padding and soft cap.
     """
     limit = of_depth_only_attention(q_BTHD, depth_k_BTNGD, depth_v_BTNGD)
     one_dtype = q_BTHD.dtype == k_BSGD.dtype == v_BSGD.dtype
     if limit is not None or (plain and one_dtype and fused_attention_takes(q_BTHD)):
         return limit
-    past = k_BSGD.shape[1] > q_BTHD.shape[1]
-    return of_window_attention(q_BTHD, k_BSGD, v_BSGD, keep_BS if past else None)
+    return of_window_attention(q_BTHD, k_BSGD, v_BSGD)
 
 
 def fused_attention_takes(q_BTHD: Tensor) -> bool:

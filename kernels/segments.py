@@ -36,6 +36,19 @@ def segment_counts(segment_ids_BT: Tensor | None, keep_BT: Tensor | None) -> Ten
     return starts_BT.cumsum(dim=1)
 
 
+def segment_bounds(segment_ids_BT: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The first and the last token of each token's segment, int32 [B, T]; nothing waits for them.
+
+    None as in `segment_counts`. Both never fall along a row.
+    """
+    counts_BT = segment_counts(segment_ids_BT, None)
+    if counts_BT is None:
+        return None, None
+    first_BT = torch.searchsorted(counts_BT, counts_BT, out_int32=True)
+    after_BT = torch.searchsorted(counts_BT, counts_BT, out_int32=True, right=True)
+    return first_BT, after_BT - 1
+
+
 def check_token_grid(name: str, tensor: Tensor | None, batch: int, length: int) -> None:
     """Raise ValueError unless `tensor` is None or [batch, length]."""
     if tensor is not None and tuple(tensor.shape) != (batch, length):

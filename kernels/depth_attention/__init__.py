@@ -81,9 +81,7 @@ def depth_attention(
     check_depth(q_BTHD, depth_k_BTNGD, depth_v_BTNGD, slots, k_BSGD.shape[2])
     check_merge(q_BTHD, schedule, bias_H)
     plain = soft_cap is None and segment_ids_BT is None and keep_BS is None
-    limit = limits.of_depth_attention(
-        q_BTHD, k_BSGD, v_BSGD, depth_k_BTNGD, depth_v_BTNGD, keep_BS, plain
-    )
+    limit = limits.of_depth_attention(q_BTHD, k_BSGD, v_BSGD, depth_k_BTNGD, depth_v_BTNGD, plain)
     return dispatch.implementation("depth_attention", q_BTHD.device, limit).depth_attention(
         q_BTHD, k_BSGD, v_BSGD, depth_k_BTNGD, depth_v_BTNGD, slots=slots, scale=scale,
         schedule=schedule, bias_H=bias_H, window=window, soft_cap=soft_cap,

@@ -24,16 +24,17 @@ CUDNN_ON = (9, 10)  # Hopper and Blackwell: its kernels there are ahead of Flash
 
 
 def pick(
-    q_BTHD: Tensor, k_BSGD: Tensor, ids: Tensor | None, window: int, cap: float, training: bool
-) -> Attention:
+    q_BTHD: Tensor, k_BSGD: Tensor, ids: Tensor | None, keep: Tensor | None,
+    window: int, cap: float, training: bool,
+) -> Attention:  # fmt: skip
     """The fastest that takes the call.
 
     cuDNN makes a plan for every new shape, which takes longer than the attention: it is for
     training, where shapes repeat. FlashAttention 2 also takes windows and keys of the past. What
-    has documents, a soft cap or fp32 goes to this package's own ``window_attention``.
+    has documents, padding, a soft cap or fp32 goes to this package's own ``window_attention``.
     """
     (length, _, width), keys = q_BTHD.shape[1:], k_BSGD.shape[1]
-    if not limits.fused_attention_takes(q_BTHD) or ids is not None or cap:
+    if not limits.fused_attention_takes(q_BTHD) or ids is not None or keep is not None or cap:
         return "tiles"
     fits = width <= CUDNN_WIDTH and length == keys and window >= keys and length >= CUDNN_TOKENS
     if training and fits and _cudnn_runs(q_BTHD.device):
@@ -47,6 +48,7 @@ def forward(
     k_BSGD: Tensor,
     v_BSGD: Tensor,
     ids_BT: Tensor | None,
+    keep_BT: Tensor | None,
     window: int,
     scale: float,
     cap: float,
@@ -66,7 +68,9 @@ def forward(
             scale=scale, **_reach(window, k_BSGD),
         )  # fmt: skip
         return o_BTHD.contiguous(), log_sum_BHT.contiguous()
-    return torch.ops.ltconvert.window_attention(q_BTHD, k_BSGD, v_BSGD, ids_BT, window, scale, cap)
+    return torch.ops.ltconvert.window_attention(
+        q_BTHD, k_BSGD, v_BSGD, ids_BT, keep_BT, window, scale, cap
+    )
 
 
 def backward(
@@ -78,6 +82,7 @@ def backward(
     k_BSGD: Tensor,
     v_BSGD: Tensor,
     ids_BT: Tensor | None,
+    keep_BT: Tensor | None,
     window: int,
     scale: float,
     cap: float,
@@ -85,8 +90,9 @@ def backward(
     """Gradients of q, k and v, taking ``o`` and ``log_sum`` for the forward's."""
     if attention == "tiles":
         return torch.ops.ltconvert.window_attention_backward(
-            do_BTHD, None, o_BTHD, log_sum_BHT, q_BTHD, k_BSGD, v_BSGD, ids_BT, window, scale, cap
-        )
+            do_BTHD, None, o_BTHD, log_sum_BHT, q_BTHD, k_BSGD, v_BSGD, ids_BT, keep_BT, window,
+            scale, cap,
+        )  # fmt: skip
     lengths = q_BTHD.shape[1], k_BSGD.shape[1]
     # Seeds, which are read with dropout alone; their types are those of the forwards.
     dtype = torch.uint64 if attention == "flash" else torch.int64

@@ -32,7 +32,7 @@ def depth_attention(
     o_BTHD, log_sum_BHT, share_BHT, *_ = merged_attention(
         q_BTHD, k_BSGD, v_BSGD, depth_k_BTNGD, depth_v_BTNGD, bias_H,
         *(gradients or (None, None, None)), _number(schedule, q_BTHD.device),
-        _documents(segment_ids_BT, keep_BS), slots, scale, window or k_BSGD.shape[1],
+        segment_ids_BT, keep_BS, slots, scale, window or k_BSGD.shape[1],
         soft_cap or 0.0, training,
     )  # fmt: skip
     return o_BTHD, log_sum_BHT.detach().transpose(1, 2), share_BHT.detach().transpose(1, 2)
@@ -61,12 +61,3 @@ def _number(schedule: float | Tensor, device: torch.device) -> Tensor | None:
     if isinstance(schedule, Tensor):
         return schedule.detach().to(device, torch.float32)
     return None if schedule == 1.0 else torch.full((), schedule, device=device)
-
-
-def _documents(ids_BT: Tensor | None, keep_BT: Tensor | None) -> Tensor | None:
-    """Documents in which every padded token is one of its own."""
-    if keep_BT is None:
-        return ids_BT
-    alone_T = -1 - torch.arange(keep_BT.shape[1], device=keep_BT.device)
-    ids_BT = torch.zeros_like(keep_BT, dtype=torch.int64) if ids_BT is None else ids_BT
-    return torch.where(keep_BT.bool(), ids_BT, alone_T)

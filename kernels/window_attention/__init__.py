@@ -43,7 +43,7 @@ def window_attention(
         ValueError: shapes that do not fit together.
     """
     check_sequence(q_BTHD, k_BSGD, v_BSGD, window, segment_ids_BT, keep_BS)
-    limit = limits.of_window_attention(q_BTHD, k_BSGD, v_BSGD, keep_BS)
+    limit = limits.of_window_attention(q_BTHD, k_BSGD, v_BSGD)
     return dispatch.implementation("window_attention", q_BTHD.device, limit).window_attention(
         q_BTHD, k_BSGD, v_BSGD, window=window, scale=scale, soft_cap=soft_cap,
         segment_ids_BT=segment_ids_BT, keep_BS=keep_BS,

@@ -12,15 +12,16 @@ import torch
 import triton
 from torch import Tensor
 
+from ltconvert.kernels.segments import segment_bounds
 from ltconvert.kernels.window_attention.kernels import (
     delta_kernel,
     forward_kernel,
     key_gradient_kernel,
     query_gradient_kernel,
 )
+from ltconvert.kernels.window_attention.tiles import NARROWEST, Kernel, tile
 
-BLOCK_TOKENS = 64  # of queries and of keys: larger ones hold more that no window reaches
-NARROWEST = 64  # channels; narrower blocks gave wrong numbers on Hopper
+DELTA_TOKENS = 64
 
 
 def window_attention(
@@ -35,9 +36,8 @@ def window_attention(
     keep_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See ``ltconvert.kernels.window_attention.window_attention``."""
-    assert keep_BS is None  # see limits.of_window_attention
     o_BTHD, log_sum_BHT = _window_attention(
-        q_BTHD, k_BSGD, v_BSGD, segment_ids_BT, window, scale, soft_cap or 0.0
+        q_BTHD, k_BSGD, v_BSGD, segment_ids_BT, keep_BS, window, scale, soft_cap or 0.0
     )
     return o_BTHD, log_sum_BHT.transpose(1, 2)
 
@@ -48,17 +48,19 @@ def _window_attention(
     k_BTGD: Tensor,
     v_BTGD: Tensor,
     ids_BT: Tensor | None,
+    keep_BT: Tensor | None,
     window: int,
     scale: float,
     cap: float,
 ) -> tuple[Tensor, Tensor]:
     o_BTHD, log_sum_BHT = _outputs(q_BTHD)
     q, k, v = (_channels_together(x) for x in (q_BTHD, k_BTGD, v_BTGD))
-    grid, sizes, blocks = _plan(q, k, of_keys=False)
+    begins_BT, _ = segment_bounds(ids_BT)
+    grid, sizes, made = _plan("forward", q, k, begins_BT, keep_BT, window, scale, cap)
     with torch.cuda.device_of(q):
         forward_kernel[grid](
-            q, k, v, *_documents(ids_BT, q), o_BTHD, log_sum_BHT, *sizes, window, scale,
-            *_strides(q, k, v), CAP=cap, SEGMENTS=ids_BT is not None, **blocks,
+            q, k, v, _there(begins_BT, q), _there(keep_BT, q), o_BTHD, log_sum_BHT, *sizes,
+            *_strides(q, k, v), **made,
         )  # fmt: skip
     return o_BTHD, log_sum_BHT
 
@@ -80,6 +82,7 @@ def _window_attention_backward(
     k_BTGD: Tensor,
     v_BTGD: Tensor,
     ids_BT: Tensor | None,
+    keep_BT: Tensor | None,
     window: int,
     scale: float,
     cap: float,
@@ -87,22 +90,23 @@ def _window_attention_backward(
     dq, dk, dv = (x.new_empty(x.shape) for x in (q_BTHD, k_BTGD, v_BTGD))
     q, k, v = (_channels_together(x) for x in (q_BTHD, k_BTGD, v_BTGD))
     do, delta_BHT = do_BTHD.contiguous(), torch.empty_like(log_sum_BHT)
-    grid, sizes, blocks = _plan(q, k, of_keys=False)
-    grid_of_keys, _, _ = _plan(q, k, of_keys=True)
-    length, heads, _ = sizes
-    rows = {name: blocks[name] for name in ("D", "E", "M")}
-    made = {"CAP": cap, "SEGMENTS": ids_BT is not None, **blocks}
-    shared = *_documents(ids_BT, q), do, log_sum_BHT, delta_BHT
+    begins_BT, ends_BT = segment_bounds(ids_BT)
+    keep, options = _there(keep_BT, q), (window, scale, cap)
+    grid, sizes, made = _plan("query gradient", q, k, begins_BT, keep_BT, *options)
+    grid_of_keys, _, made_of_keys = _plan("key gradient", q, k, ends_BT, keep_BT, *options)
+    length, heads = sizes[:2]
+    shared = keep, do, log_sum_BHT, delta_BHT
     with torch.cuda.device_of(q):
-        delta_kernel[grid](
+        delta_kernel[(q.shape[0] * heads * triton.cdiv(length, DELTA_TOKENS),)](
             o_BTHD, do, delta_BHT if dlog_sum_BHT is None else dlog_sum_BHT.contiguous(),
-            delta_BHT, length, heads, HAS_SUM=dlog_sum_BHT is not None, **rows,
+            delta_BHT, length, heads, HAS_SUM=dlog_sum_BHT is not None, D=made["D"], E=made["E"],
+            M=DELTA_TOKENS,
         )  # fmt: skip
         query_gradient_kernel[grid](
-            q, k, v, *shared, dq, *sizes, window, scale, *_strides(q, k, v), **made
+            q, k, v, _there(begins_BT, q), *shared, dq, *sizes, *_strides(q, k, v), **made
         )
         key_gradient_kernel[grid_of_keys](
-            q, k, v, *shared, dk, dv, *sizes, window, scale, *_strides(q, k, v), **made
+            q, k, v, _there(ends_BT, q), *shared, dk, dv, *sizes, *_strides(q, k, v), **made_of_keys
         )
     return dq, dk, dv
 
@@ -116,8 +120,8 @@ def _gradients(
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:4])
-    ctx.options = inputs[4:]
+    ctx.save_for_backward(*output, *inputs[:5])
+    ctx.options = inputs[5:]
     ctx.set_materialize_grads(False)
 
 
@@ -125,36 +129,47 @@ def _backward(ctx: Any, do: Tensor | None, dlog_sum: Tensor | None) -> tuple[Any
     if do is None:
         do = torch.zeros_like(ctx.saved_tensors[0])
     gradients = _window_attention_backward(do, dlog_sum, *ctx.saved_tensors, *ctx.options)
-    return *gradients, None, None, None, None
+    return *gradients, None, None, None, None, None
 
 
 _window_attention.register_autograd(_backward, setup_context=_keep_inputs)
 
 
 def _plan(
-    q: Tensor, k: Tensor, *, of_keys: bool
-) -> tuple[tuple[int], tuple[int, int, int], dict[str, Any]]:
+    kernel: Kernel, q: Tensor, k: Tensor, bounds_BT: Tensor | None, keep_BT: Tensor | None,
+    window: int, scale: float, cap: float,
+) -> tuple[tuple[int], tuple[int, int, int, int, float], dict[str, Any]]:  # fmt: skip
     """Programs, sizes and constants of a launch over blocks of queries, or of keys."""
+    if scale <= 0:
+        raise ValueError(f"the scale of scores must be above 0, got {scale}")
     batch, length, heads, width = q.shape
-    groups = k.shape[2]
-    programs = batch * (groups if of_keys else heads) * triton.cdiv(length, BLOCK_TOKENS)
+    groups, window = k.shape[2], min(window, length)
     filled = max(NARROWEST, triton.next_power_of_2(width))
-    blocks = {"D": width, "E": filled, "M": BLOCK_TOKENS, "N": BLOCK_TOKENS}
+    size, split = tile(kernel, filled, q.itemsize, window)
+    if kernel == "key gradient":
+        programs = batch * groups * triton.cdiv(length, size.keys)
+    else:
+        programs = batch * heads * triton.cdiv(length, size.queries)
     exact = "ieee" if torch.version.hip else "tf32x3"
-    launch = {
+    made = {
+        "CAP": cap, "DOCUMENTS": bounds_BT is not None, "PADDED": keep_BT is not None,
+        "SPLIT": split and keep_BT is None,
         "PRECISION": exact if q.dtype == torch.float32 else "tf32",
-        "num_warps": 4 if filled * q.itemsize <= 128 else 8,
-        "num_stages": 2 if q.itemsize == 2 else 1,
-    }
-    return (programs,), (length, heads, groups), blocks | launch
+        "D": width, "E": filled, "M": size.queries, "N": size.keys,
+        "num_warps": size.warps, "num_stages": size.stages,
+    }  # fmt: skip
+    return (programs,), (length, heads, groups, window, scale), made
 
 
 def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def _documents(ids_BT: Tensor | None, other: Tensor) -> tuple[Tensor]:
-    return (other if ids_BT is None else ids_BT.contiguous(),)
+def _there(given_BT: Tensor | None, other: Tensor) -> Tensor:
+    """As the kernels read it; where nothing is given, anything, which they do not read."""
+    if given_BT is None:
+        return other
+    return given_BT.to(torch.int32).contiguous()
 
 
 def _channels_together(x: Tensor) -> Tensor:

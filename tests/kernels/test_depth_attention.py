@@ -248,7 +248,7 @@ def test_calls_fit_this_version_of_pytorch(attention: Any, length: int, window: 
 
     q = torch.empty(2, length, 8, 64, device="meta", dtype=torch.bfloat16)
     k, v = (torch.empty(2, 256, 2, 64, device="meta", dtype=torch.bfloat16) for _ in range(2))
-    how: tuple[Any, ...] = None, window, 0.1, 0.0
+    how: tuple[Any, ...] = None, None, window, 0.1, 0.0
     o, log_sum = sequence.forward(attention, q, k, v, *how)
     assert (o.shape, log_sum.shape) == (q.shape, (2, 8, length)) and o.is_contiguous()
     found = sequence.backward(attention, torch.empty_like(o), o, log_sum, q, k, v, *how)

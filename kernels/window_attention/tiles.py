@@ -1,0 +1,48 @@
+"""How many queries and keys a program of ``window_attention`` takes at once.
+
+A short window is met by few tiles, of which larger ones hold more that it does not reach; over a
+long reach larger tiles read less, and most of them are seen as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Kernel = Literal["forward", "query gradient", "key gradient"]
+
+NARROWEST = 64  # channels; narrower blocks gave wrong numbers on Hopper
+LONG = 512  # tokens that a query sees, from which on tiles are larger
+
+
+class Tile(NamedTuple):
+    """Queries and keys, and how Triton runs them."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By channels, those of 16-bit numbers.
+OF_LONG: dict[tuple[Kernel, int], Tile] = {
+    ("forward", 64): Tile(128, 64, 4, 3),
+    ("forward", 128): Tile(128, 64, 8, 3),
+    ("query gradient", 64): Tile(128, 64, 8, 2),
+    ("query gradient", 128): Tile(128, 64, 8, 2),
+    ("key gradient", 64): Tile(64, 128, 8, 2),
+    ("key gradient", 128): Tile(64, 128, 8, 2),
+}
+
+
+def tile(kernel: Kernel, channels: int, itemsize: int, reach: int) -> tuple[Tile, bool]:
+    """The tile, and whether blocks that are seen as a whole go through a loop of their own.
+
+    Args:
+        channels: filled up to a power of 2.
+        itemsize: bytes a number.
+        reach: the most tokens that a query sees.
+    """
+    if reach >= LONG and itemsize == 2 and (kernel, channels) in OF_LONG:
+        return OF_LONG[kernel, channels], True
+    warps = 4 if channels * itemsize <= 128 else 8
+    return Tile(64, 64, warps, 2 if itemsize == 2 else 1), False
