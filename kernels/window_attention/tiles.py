@@ -15,27 +15,28 @@ LONG = 512  # tokens that a query sees, from which on tiles are larger
 
 
 class Tile(NamedTuple):
-    """Queries and keys, and how Triton runs them."""
+    """Queries and keys, how Triton runs them, and whether blocks seen as a whole are apart."""
 
     queries: int
     keys: int
     warps: int
     stages: int
+    split: bool = False
 
 
-# By channels, those of 16-bit numbers.
+# By channels, those of 16-bit numbers. Chosen by what fits into registers; not measured.
 OF_LONG: dict[tuple[Kernel, int], Tile] = {
-    ("forward", 64): Tile(128, 64, 4, 3),
-    ("forward", 128): Tile(128, 64, 8, 3),
-    ("query gradient", 64): Tile(128, 64, 8, 2),
-    ("query gradient", 128): Tile(128, 64, 8, 2),
-    ("key gradient", 64): Tile(64, 128, 8, 2),
-    ("key gradient", 128): Tile(64, 128, 8, 2),
+    ("forward", 64): Tile(128, 64, 4, 3, True),
+    ("forward", 128): Tile(128, 64, 8, 3, True),
+    ("query gradient", 64): Tile(128, 64, 8, 2, True),
+    ("query gradient", 128): Tile(128, 64, 8, 2, True),
+    ("key gradient", 64): Tile(64, 128, 8, 2, True),
+    ("key gradient", 128): Tile(64, 64, 8, 2),
 }
 
 
-def tile(kernel: Kernel, channels: int, itemsize: int, reach: int) -> tuple[Tile, bool]:
-    """The tile, and whether blocks that are seen as a whole go through a loop of their own.
+def tile(kernel: Kernel, channels: int, itemsize: int, reach: int) -> Tile:
+    """What a kernel takes at once.
 
     Args:
         channels: filled up to a power of 2.
@@ -43,6 +44,6 @@ def tile(kernel: Kernel, channels: int, itemsize: int, reach: int) -> tuple[Tile
         reach: the most tokens that a query sees.
     """
     if reach >= LONG and itemsize == 2 and (kernel, channels) in OF_LONG:
-        return OF_LONG[kernel, channels], True
+        return OF_LONG[kernel, channels]
     warps = 4 if channels * itemsize <= 128 else 8
-    return Tile(64, 64, warps, 2 if itemsize == 2 else 1), False
+    return Tile(64, 64, warps, 2 if itemsize == 2 else 1)

@@ -145,7 +145,7 @@ def _plan(
     batch, length, heads, width = q.shape
     groups, window = k.shape[2], min(window, length)
     filled = max(NARROWEST, triton.next_power_of_2(width))
-    size, split = tile(kernel, filled, q.itemsize, window)
+    size = tile(kernel, filled, q.itemsize, window)
     if kernel == "key gradient":
         programs = batch * groups * triton.cdiv(length, size.keys)
     else:
@@ -153,7 +153,7 @@ def _plan(
     exact = "ieee" if torch.version.hip else "tf32x3"
     made = {
         "CAP": cap, "DOCUMENTS": bounds_BT is not None, "PADDED": keep_BT is not None,
-        "SPLIT": split and keep_BT is None,
+        "SPLIT": size.split and keep_BT is None,
         "PRECISION": exact if q.dtype == torch.float32 else "tf32",
         "D": width, "E": filled, "M": size.queries, "N": size.keys,
         "num_warps": size.warps, "num_stages": size.stages,
