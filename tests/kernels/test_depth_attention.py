@@ -224,7 +224,7 @@ def test_windows_documents_padding_and_caps(schedule: float, dtype: torch.dtype)
     x = inputs_of(length, heads=2, groups=1, size=1.5, dtype=dtype)
     options: dict[str, Any] = {"slots": 3, "scale": 0.25, "schedule": schedule}
     real_BT = torch.ones(2, length, dtype=torch.bool, device=DEVICE)
-    real_BT[0, :6] = real_BT[1, -5:] = False
+    real_BT[0, :6] = real_BT[0, 9:11] = real_BT[1, -5:] = False
     three_way(x, window=10, **options)
     three_way(x, segment_ids_BT=documents(length, 0.1), soft_cap=3.0, **options)
     three_way(x, real_BT, window=12, segment_ids_BT=documents(length, 0.05), **options)

@@ -5,7 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, in fp32 on small shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.parity import check, judge
-from ltconvert.kernels.window_attention import window_attention
+from ltconvert.kernels.segments import segment_bounds
+from ltconvert.kernels.window_attention import tiles, window_attention
+from ltconvert.kernels.window_attention.tiles import Tile
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if GPU else [torch.float32]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
@@ -134,6 +136,73 @@ def test_widths_and_shared_keys(width: int, dtype: torch.dtype) -> None:
         pytest.skip("no kernel")
     x = inputs_of(130, heads=4, groups=2, width=width, dtype=dtype)
     three_way(x, window=70, scale=width**-0.5, segment_ids_BT=documents(130, 0.5))
+
+
+def unsorted_documents(length: int, *starts: Sequence[int]) -> Tensor:
+    """Ids of rows whose documents begin at 0 and at ``starts``; never the same again."""
+    position, ids = torch.arange(length), torch.tensor([5, 2, 9, 0, 7, 3, 8, 1])
+    rows = [torch.bucketize(position, torch.tensor(row), right=True) for row in starts]
+    return ids[torch.stack(rows)].to(DEVICE)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "tile",
+    [Tile(64, 64, 4, 1, True), Tile(128, 64, 8, 1, True), Tile(64, 128, 8, 1, True)]
+    + ([Tile(128, 128, 8, 1), Tile(128, 128, 8, 1, True)] if GPU else []),
+    ids=str,
+)
+def test_documents_at_the_edges_of_tiles(
+    tile: Tile, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole rows, windows within and beyond documents; blocks that are seen as a whole."""
+    from ltconvert.kernels.window_attention import triton as launches
+
+    monkeypatch.setattr(launches, "tile", lambda *_: tile)
+    x = inputs_of(290, heads=2, groups=1, dtype=dtype)
+    edges = unsorted_documents(290, [64, 128, 256], [1, 63, 65, 127, 129, 289])
+    for window in (290, 200):
+        three_way(x, window=window, scale=0.25, segment_ids_BT=edges)
+    three_way(x, window=200, scale=0.25, soft_cap=1.5)
+
+
+@needs_triton
+def test_padding_is_seen_by_itself_alone() -> None:
+    x = inputs_of(150, dtype=torch.float32)
+    kept = torch.rand(2, 150, generator=torch.Generator().manual_seed(0)) < 0.7
+    for window in (40, 150):
+        options = {"window": window, "segment_ids_BT": documents(150, 0.03)}
+        three_way(x, scale=0.25, keep_BS=kept.to(DEVICE), **options)
+
+
+@pytest.mark.parametrize("shape", ["unsorted", "one"])
+def test_the_bounds_of_documents(shape: str) -> None:
+    unsorted = unsorted_documents(9, [1, 4], [8], [1, 2, 3, 4, 5, 6, 7])
+    ids = unsorted if shape == "unsorted" else torch.full((2, 1), 3, device=DEVICE)
+    first, last = segment_bounds(ids)
+    if shape == "one" and not GPU:
+        assert first is None and last is None
+        return
+    assert first is not None and last is not None
+    for b, row in enumerate(ids.tolist()):
+        same = [[s for s, other in enumerate(row) if other == own] for own in row]
+        assert first[b].tolist() == [min(tokens) for tokens in same]
+        assert last[b].tolist() == [max(tokens) for tokens in same]
+
+
+@needs_triton
+def test_long_reaches_take_tiles_of_their_own() -> None:
+    for (kernel, channels), tile in tiles.OF_LONG.items():
+        assert tiles.tile(kernel, channels, 2, tiles.LONG) == tile
+        assert tiles.tile(kernel, channels, 2, tiles.LONG - 1)[:2] == (64, 64)
+        assert tiles.tile(kernel, channels, 4, tiles.LONG)[:2] == (64, 64)
+
+
+@needs_triton
+def test_a_scale_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be above 0, got 0"):
+        by_backend("triton", window=2, scale=0.0)(*inputs_of(5).values())
 
 
 @needs_triton
