@@ -39,6 +39,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "linear_kl": ("reference", "triton"),
     "sparse_attention": ("reference", "triton"),
     "index_topk": ("reference", "triton"),
+    "index_kl": ("reference", "triton"),
 }
 
 

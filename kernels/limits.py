@@ -137,3 +137,8 @@ def of_index(q_BTIE: Tensor) -> str | None:
     if q_BTIE.shape[-1] > MOST_WIDTH:
         return f"index heads are up to {MOST_WIDTH} wide, got {q_BTIE.shape[-1]}"
     return of_precision(q_BTIE)
+
+
+def of_index_kl(index_q_BTIE: Tensor, q_BHTD: Tensor) -> str | None:
+    """Those of the indexer and of attention over chosen keys."""
+    return of_index(index_q_BTIE) or of_sparse_attention(q_BHTD)

@@ -11,6 +11,35 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def head_rows(q_ptr, t_Q, head, end, HEADS: tl.constexpr, E: tl.constexpr):
+    """Queries t of one index head [Q, E], zeros from ``end`` on; the pointer is that of the row."""
+    at_Q, e_E = t_Q.to(tl.int64) * HEADS + head, tl.arange(0, E)
+    return tl.load(q_ptr + at_Q[:, None] * E + e_E[None, :], mask=(t_Q < end)[:, None], other=0.0)
+
+
+@triton.jit
+def head_weights(weight_ptr, t_Q, head, end, HEADS: tl.constexpr):
+    """Weights [Q] of one index head, likewise."""
+    at_Q = t_Q.to(tl.int64) * HEADS + head
+    return tl.load(weight_ptr + at_Q, mask=t_Q < end, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scored(
+    q_ptr, k_NE, weight_ptr, t_Q, end, HEADS: tl.constexpr, E: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores of queries t before ``end`` of one row, whose pointers these are, fp32 [Q, N]."""
+    score_QN = tl.zeros([BQ, BN], tl.float32)
+    for head in range(HEADS):
+        q_QE = head_rows(q_ptr, t_Q, head, end, HEADS, E)
+        weight_Q = head_weights(weight_ptr, t_Q, head, end, HEADS)
+        product_QN = tl.dot(q_QE, tl.trans(k_NE), input_precision=PRECISION)
+        score_QN += tl.maximum(product_QN, 0.0) * weight_Q[:, None]
+    return score_QN
+
+
 @triton.jit(do_not_specialize=["T", "S", "first", "past", "keys", "tiles_q", "tiles_k"])
 def score_kernel(
     q_ptr, k_ptr, weight_ptr, score_ptr, T, S, first, past, keys, tiles_q, tiles_k,
@@ -26,15 +55,10 @@ def score_kernel(
     k_NE = tl.load(
         k_ptr + (row * S + s_N)[:, None] * E + e_E[None, :], mask=(s_N < keys)[:, None], other=0.0
     )
-    score_QN = tl.zeros([BQ, BN], tl.float32)
-    for head in range(HEADS):
-        at_Q = (row * T + t_Q) * HEADS + head
-        q_QE = tl.load(
-            q_ptr + at_Q[:, None] * E + e_E[None, :], mask=(t_Q < past)[:, None], other=0.0
-        )
-        weight_Q = tl.load(weight_ptr + at_Q, mask=t_Q < past, other=0.0).to(tl.float32)
-        product_QN = tl.dot(q_QE, tl.trans(k_NE), input_precision=PRECISION)
-        score_QN += tl.maximum(product_QN, 0.0) * weight_Q[:, None]
+    score_QN = scored(
+        q_ptr + row * T * HEADS * E, k_NE, weight_ptr + row * T * HEADS, t_Q, past,
+        HEADS, E, BQ, BN, PRECISION,
+    )  # fmt: skip
     at_Q = row * (past - first) + t_Q - first
     at_QN = at_Q[:, None] * keys + s_N[None, :]
     tl.store(score_ptr + at_QN, score_QN, mask=(t_Q < past)[:, None] & (s_N < keys)[None, :])
