@@ -139,6 +139,6 @@ def of_index(q_BTIE: Tensor) -> str | None:
     return of_precision(q_BTIE)
 
 
-def of_index_kl(index_q_BTIE: Tensor, q_BHTD: Tensor) -> str | None:
-    """Those of the indexer and of attention over chosen keys."""
-    return of_index(index_q_BTIE) or of_sparse_attention(q_BHTD)
+def of_index_kl(*heads: Tensor) -> str | None:
+    """Those of attention over chosen keys, for queries and keys of the indexer, too."""
+    return next(filter(None, map(of_sparse_attention, heads)), None)

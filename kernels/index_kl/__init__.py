@@ -55,7 +55,7 @@ def index_kl(
     check_seen(batch, length, keys, first_BT, keep_BS)
     if bits_BJTW is not None:
         check_bits(batch, 1, length, keys, bits_BJTW, None)
-    limit = limits.of_index_kl(index_q_BTIE, q_BHTD)
+    limit = limits.of_index_kl(index_q_BTIE, index_k_BSE, q_BHTD, k_BGSD)
     return dispatch.implementation("index_kl", q_BHTD.device, limit).index_kl(
         index_q_BTIE,
         index_k_BSE,

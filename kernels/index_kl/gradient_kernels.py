@@ -32,7 +32,7 @@ def query_kernel(
     weight_Q = head_weights(weight_ptr + row * T * HEADS, t_Q, head, T, HEADS)
     k_ptr += row * S * E
     difference_Q1 = difference_ptr + ((row * tiles + tile) * BQ + q_Q)[:, None] * (others * BN)
-    at = row * list_row + tile
+    at = row * list_row + start + tile
     count = tl.load(count_ptr + at)
     order_ptr += at * others
 

@@ -1,13 +1,14 @@
-"""Triton kernels of ``index_kl`` for a chunk of queries: sums of weights, then what differs.
+"""Triton kernels of ``index_kl``: sums of weights, then where the distributions differ.
 
 Both distributions are known once their sums are; their difference, the gradient of the index
-scores, is written for the chunk alone. Only tiles of keys in which a query of a tile sees anything
-are visited: lists say which (``sparse_attention.tiles``). Logs and exponentials are of 2.
+scores, is written for a chunk of queries at a time. Only tiles of keys in which a query of a tile
+sees anything are visited: lists say which (``sparse_attention.tiles``). Logs and exponentials are
+of 2.
 
 Q queries of a tile, N keys of a tile, D channels of attention, E of the indexer. Everything is
-contiguous: q [B, H, T, D], k [B, G, S, D], index q [B, T, I, E] and k [B, S, E], weight [B, T, I].
-Of a chunk, filled up to whole tiles: head sums [B, H, queries], index sums [B, queries],
-differences [B, queries, keys], lists [B or 1, tiles, other tiles].
+contiguous: q [B, H, T, D], k [B, G, S, D], index q [B, T, I, E] and k [B, S, E], weight [B, T, I],
+lists [B or 1, tiles, other tiles]. Filled up to whole tiles: head sums [B, H, T], index sums
+[B, T], differences [B, queries of the chunk, S].
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ltconvert.kernels.sparse_attention.kernels import LOWEST, capped, rows, see
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # A new length alone compiles nothing.
-SIZES = ("T", "S", "W", "start", "tiles", "others", "first_row", "list_row")
+SIZES = ("T", "S", "W", "start", "tiles", "others", "filled", "first_row", "list_row")
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def log_sum(top_Q, sum_Q):
 @triton.jit(do_not_specialize=SIZES)
 def head_sum_kernel(
     q_ptr, k_ptr, sum_ptr, first_ptr, bits_ptr, keep_ptr, count_ptr, order_ptr, factor, cap,
-    T, S, W, start, tiles, others, first_row, list_row,
+    T, S, W, tiles, others, first_row, list_row,
     H: tl.constexpr, G: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, KEEP: tl.constexpr,
     CAPPED: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -62,8 +63,7 @@ def head_sum_kernel(
     tile = tiles - 1 - pid % tiles  # those with the most keys begin first
     cell = (pid // tiles).to(tl.int64)
     row, head = cell // H, cell % H
-    q_Q, n_N, d_D = tl.arange(0, BQ), tl.arange(0, BN), tl.arange(0, D)
-    t_Q = (start + tile) * BQ + q_Q
+    t_Q, n_N, d_D = tile * BQ + tl.arange(0, BQ), tl.arange(0, BN), tl.arange(0, D)
     q_QD = rows(q_ptr + cell * T * D, t_Q, d_D, T, D)
     k_ptr += (row * G + head // (H // G)) * S * D
     first_ptr += row * first_row
@@ -84,21 +84,20 @@ def head_sum_kernel(
             t_Q[:, None], s_N[None, :], first_ptr, bits_ptr, keep_ptr, T, S, W, FIRST, BITS, KEEP
         )
         top_Q, sum_Q = added(top_Q, sum_Q, score_QN, see_QN)
-    tl.store(sum_ptr + (cell * tiles + tile) * BQ + q_Q, log_sum(top_Q, sum_Q))
+    tl.store(sum_ptr + cell * tiles * BQ + t_Q, log_sum(top_Q, sum_Q))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def index_sum_kernel(
     q_ptr, k_ptr, weight_ptr, sum_ptr, first_ptr, bits_ptr, keep_ptr, count_ptr, order_ptr,
-    T, S, W, start, tiles, others, first_row, list_row,
+    T, S, W, tiles, others, first_row, list_row,
     HEADS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, KEEP: tl.constexpr,
     E: tl.constexpr, BQ: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Logs of the summed weights of a tile of queries under the index scores."""
     pid = tl.program_id(0)
     tile, row = tiles - 1 - pid % tiles, (pid // tiles).to(tl.int64)
-    q_Q, n_N, e_E = tl.arange(0, BQ), tl.arange(0, BN), tl.arange(0, E)
-    t_Q = (start + tile) * BQ + q_Q
+    t_Q, n_N, e_E = tile * BQ + tl.arange(0, BQ), tl.arange(0, BN), tl.arange(0, E)
     q_ptr += row * T * HEADS * E
     k_ptr += row * S * E
     weight_ptr += row * T * HEADS
@@ -119,25 +118,26 @@ def index_sum_kernel(
             t_Q[:, None], s_N[None, :], first_ptr, bits_ptr, keep_ptr, T, S, W, FIRST, BITS, KEEP
         )
         top_Q, sum_Q = added(top_Q, sum_Q, score_QN * LOG2E, see_QN)
-    tl.store(sum_ptr + (row * tiles + tile) * BQ + q_Q, log_sum(top_Q, sum_Q))
+    tl.store(sum_ptr + row * tiles * BQ + t_Q, log_sum(top_Q, sum_Q))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def difference_kernel(
     q_ptr, k_ptr, index_q_ptr, index_k_ptr, weight_ptr, head_sum_ptr, index_sum_ptr,
     difference_ptr, loss_ptr, first_ptr, bits_ptr, keep_ptr, count_ptr, order_ptr, factor, cap,
-    T, S, W, start, tiles, others, first_row, list_row,
+    T, S, W, start, tiles, others, filled, first_row, list_row,
     H: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr,
     KEEP: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BQ: tl.constexpr,
     BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """softmax(index score) - p of a tile of queries and one of keys, and their share of the loss.
+    """softmax(index score) - p of a tile of queries and one of keys, and their part of the loss.
 
-    Queries that are padding have 0.
+    Tile ``start`` is the first of the chunk, ``filled`` the length of the sums. Queries that are
+    padding have 0.
     """
     pid = tl.program_id(0)
     index, tile, row = pid % others, pid // others % tiles, (pid // others // tiles).to(tl.int64)
-    at = row * list_row + tile
+    at = row * list_row + start + tile
     if index >= tl.load(count_ptr + at):
         return
     q_Q, d_D, e_E = tl.arange(0, BQ), tl.arange(0, D), tl.arange(0, E)
@@ -152,7 +152,7 @@ def difference_kernel(
     for head in range(H):
         q_QD = rows(q_ptr + (row * H + head) * T * D, t_Q, d_D, T, D)
         k_ND = rows(k_ptr + (row * G + head // (H // G)) * S * D, s_N, d_D, S, D)
-        sum_Q = tl.load(head_sum_ptr + ((row * H + head) * tiles + tile) * BQ + q_Q)
+        sum_Q = tl.load(head_sum_ptr + (row * H + head) * filled + t_Q)
         product_QN = tl.dot(q_QD, tl.trans(k_ND), input_precision=PRECISION)
         score_QN, _ = capped(product_QN, factor, cap, CAPPED)
         p_QN += tl.exp2(tl.where(see_QN, score_QN - sum_Q[:, None], float("-inf")))
@@ -162,7 +162,7 @@ def difference_kernel(
     index_q_ptr += row * T * HEADS * E
     weight_ptr += row * T * HEADS
     score_QN = scored(index_q_ptr, k_NE, weight_ptr, t_Q, T, HEADS, E, BQ, BN, PRECISION)
-    sum_Q = tl.load(index_sum_ptr + (row * tiles + tile) * BQ + q_Q)
+    sum_Q = tl.load(index_sum_ptr + row * filled + t_Q)
     log_QN = score_QN * LOG2E - sum_Q[:, None]
     real_Q = t_Q < T
     if KEEP:

@@ -82,9 +82,7 @@ def _index_kl(
     return loss, dq, dk, dweight
 
 
-def real_queries(
-    keep_BS: Tensor | None, batch: int, length: int, device: torch.device
-) -> Tensor:
+def real_queries(keep_BS: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
     """Queries that count, those that are no padding, [B, T]."""
     if keep_BS is None:
         return torch.ones(batch, length, dtype=torch.bool, device=device)

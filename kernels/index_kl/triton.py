@@ -1,8 +1,8 @@
-"""``index_kl`` in Triton: for a chunk of queries at a time, five kernels one after the other.
+"""``index_kl`` in Triton: five kernels one after the other.
 
-Sums of the weights of every attention head and of the index scores; from both the difference of
-the distributions and the loss; from the differences, which stand in memory for the chunk alone,
-gradients of index queries and weights, then of index keys.
+Sums of the weights of every attention head and of the index scores. Then for a chunk of queries at
+a time, from the sums, the difference of the distributions and the loss; from the differences, which
+stand in memory for the chunk alone, gradients of index queries and weights, and of index keys.
 
 B rows, T queries, S keys, I index heads, E their width, H query heads, G key/value heads, D width.
 """
@@ -24,14 +24,15 @@ from ltconvert.kernels.index_kl.kernels import (
 from ltconvert.kernels.index_kl.reference import (
     empty_results,
     keep_gradients,
-    scale_gradients,
     real_queries,
+    scale_gradients,
 )
 from ltconvert.kernels.sparse_attention.seen import chunks
-from ltconvert.kernels.sparse_attention.tiles import Lists, Sizes, lists, met
+from ltconvert.kernels.sparse_attention.tiles import Lists, Sizes, listed, met
 from ltconvert.kernels.sparse_attention.triton import base_two, filled
 
 TILE = (64, 64)  # queries and keys; narrower ones have given wrong results on Hopper
+CHUNK = 4  # times as many queries as in plain PyTorch, which holds several numbers a score
 LEAST_WIDTH = 64  # that heads are filled up to, for the same reason
 
 
@@ -74,11 +75,16 @@ def _index_kl(
         index_q_BTIE, index_k_BSE, weight_BTI, q_BHTD, k_BGSD, first_BT, bits_BJTW, keep_BS,
         scale, soft_cap,
     )  # fmt: skip
-    results = [x.zero_() for x in empty_results(plan.index[0], plan.index[1], weight_BTI, q_BHTD)]
+    loss, *grads = results = [x.zero_() for x in empty_results(*plan.indexer, q_BHTD)]
     batch, length = index_q_BTIE.shape[:2]
+    of_queries = listed(plan.met_BJQK)
+    numbers = batch * TILE[0] * plan.sizes.tiles[1] * TILE[1]
     with torch.cuda.device_of(q_BHTD):
-        for a, b in chunks(plan.sizes.tiles[0], batch * TILE[0] * plan.columns, q_BHTD.device):
-            _run(plan, a, b, *results)
+        sums = _sums(plan, of_queries)
+        for a, b in chunks(plan.sizes.tiles[0], numbers // CHUNK, q_BHTD.device):
+            difference_BnS, part = _differences(plan, of_queries, a, b, *sums)
+            loss += part
+            _gradients(plan, of_queries, a, b, difference_BnS, *grads)
     count = real_queries(keep_BS, batch, length, q_BHTD.device).sum().clamp(min=1)
     loss, dq, dk, dweight = (x.div_(count) for x in results)
     width = index_q_BTIE.shape[-1]
@@ -94,7 +100,7 @@ class Plan(NamedTuple):
 
     Attributes:
         attention: queries and keys, heads filled up.
-        index: queries, keys and weights, likewise.
+        indexer: queries, keys and weights, likewise.
         seen: first, bits and keep as the kernels read them.
         factors: what turns a product into a score of base 2, and the soft cap.
         lengths: queries, keys, words of the bits.
@@ -105,7 +111,7 @@ class Plan(NamedTuple):
     sizes: Sizes
     met_BJQK: Tensor
     attention: tuple[Tensor, ...]
-    index: tuple[Tensor, ...]
+    indexer: tuple[Tensor, ...]
     seen: tuple[Tensor, ...]
     factors: tuple[float, float]
     lengths: tuple[int, int, int]
@@ -115,56 +121,62 @@ class Plan(NamedTuple):
     of_seen: dict[str, Any]
 
     @property
-    def columns(self) -> int:
-        """Keys, filled up to whole tiles."""
-        return self.sizes.tiles[1] * TILE[1]
+    def list_row(self) -> int:
+        """Tiles of queries between rows of their lists; 0 where all share one."""
+        return self.sizes.tiles[0] if len(self.met_BJQK) > 1 else 0
 
 
-def _run(
-    plan: Plan, a: int, b: int, loss: Tensor, dq_BTIE: Tensor, dk_BSE: Tensor, dweight_BTI: Tensor
-) -> None:
-    """Add what tiles a to b of queries give: sums over queries, no mean yet."""
-    of_queries, of_keys = lists(plan.met_BJQK[:, :, a:b])
-    tiles, key_tiles = b - a, plan.sizes.tiles[1]
-    shared = len(plan.met_BJQK) == 1
-    difference_BnS = _differences(plan, a, tiles, of_queries, 0 if shared else tiles, loss)
-    batch, length, heads, _ = dq_BTIE.shape
-    given = *plan.index, difference_BnS
-    sizes = length, dk_BSE.shape[1], a
-    query_kernel[(tiles * heads * batch,)](
-        *given, dq_BTIE, dweight_BTI, *of_queries, *sizes, tiles, key_tiles,
-        0 if shared else tiles, **plan.of_index,
-    )  # fmt: skip
-    key_kernel[(key_tiles * batch,)](
-        *given, dk_BSE, *of_keys, *sizes, key_tiles, tiles, 0 if shared else key_tiles,
-        **plan.of_index,
-    )  # fmt: skip
-
-
-def _differences(
-    plan: Plan, a: int, tiles: int, listed: Lists, list_row: int, loss: Tensor
-) -> Tensor:
-    """softmax(index score) - p where tiles of queries meet keys; adds to the loss."""
+def _sums(plan: Plan, of_queries: Lists) -> tuple[Tensor, Tensor]:
+    """Logs of the summed weights, of base 2: by attention head [B, H, T] and index score [B, T]."""
     batch, heads = plan.attention[0].shape[:2]
-    queries, key_tiles = tiles * TILE[0], plan.sizes.tiles[1]
-    head_sum_BHn, index_sum_Bn = loss.new_empty(batch, heads, queries), loss.new_empty(batch, queries)
-    difference_BnS = loss.new_empty(batch, queries, plan.columns)
-    loss_BQK = loss.new_zeros(batch, tiles, key_tiles)
-    seen = *plan.seen, *listed
-    sizes = *plan.lengths, a, tiles, key_tiles, plan.first_row, list_row
+    tiles, key_tiles = plan.sizes.tiles
+    head_sum_BHT = of_queries.counts.new_empty(batch, heads, tiles * TILE[0], dtype=torch.float32)
+    index_sum_BT = torch.empty_like(head_sum_BHT[:, 0])
+    seen = *plan.seen, *of_queries
+    sizes = *plan.lengths, tiles, key_tiles, plan.first_row, plan.list_row
     head_sum_kernel[(tiles * heads * batch,)](
-        *plan.attention, head_sum_BHn, *seen, *plan.factors, *sizes,
+        *plan.attention, head_sum_BHT, *seen, *plan.factors, *sizes,
         **plan.of_attention, **plan.of_seen,
     )  # fmt: skip
     index_sum_kernel[(tiles * batch,)](
-        *plan.index, index_sum_Bn, *seen, *sizes, **plan.of_index, **plan.of_seen
+        *plan.indexer, index_sum_BT, *seen, *sizes, **plan.of_index, **plan.of_seen
     )
+    return head_sum_BHT, index_sum_BT
+
+
+def _differences(
+    plan: Plan, of_queries: Lists, a: int, b: int, head_sum_BHT: Tensor, index_sum_BT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """softmax(index score) - p for tiles a to b of queries where they meet keys; their loss."""
+    batch, tiles, key_tiles = len(index_sum_BT), b - a, plan.sizes.tiles[1]
+    loss_BQK = index_sum_BT.new_zeros(batch, tiles, key_tiles)
+    difference_BnS = index_sum_BT.new_empty(batch, tiles * TILE[0], key_tiles * TILE[1])
     difference_kernel[(key_tiles * tiles * batch,)](
-        *plan.attention, *plan.index, head_sum_BHn, index_sum_Bn, difference_BnS, loss_BQK,
-        *seen, *plan.factors, *sizes, **(plan.of_attention | plan.of_index), **plan.of_seen,
+        *plan.attention, *plan.indexer, head_sum_BHT, index_sum_BT, difference_BnS, loss_BQK,
+        *plan.seen, *of_queries, *plan.factors, *plan.lengths, a, tiles, key_tiles,
+        index_sum_BT.shape[1], plan.first_row, plan.list_row,
+        **(plan.of_attention | plan.of_index), **plan.of_seen,
     )  # fmt: skip
-    loss += loss_BQK.sum()
-    return difference_BnS
+    return difference_BnS, loss_BQK.sum()
+
+
+def _gradients(
+    plan: Plan, of_queries: Lists, a: int, b: int, difference_BnS: Tensor,
+    dq_BTIE: Tensor, dk_BSE: Tensor, dweight_BTI: Tensor,
+) -> None:  # fmt: skip
+    """Fill dq and dweight of tiles a to b of queries; add their part to dk."""
+    batch, length, heads, _ = dq_BTIE.shape
+    tiles, key_tiles = b - a, plan.sizes.tiles[1]
+    of_keys = listed(plan.met_BJQK[:, :, a:b].mT)
+    given, sizes = (*plan.indexer, difference_BnS), (length, dk_BSE.shape[1], a)
+    query_kernel[(tiles * heads * batch,)](
+        *given, dq_BTIE, dweight_BTI, *of_queries, *sizes, tiles, key_tiles, plan.list_row,
+        **plan.of_index,
+    )  # fmt: skip
+    key_kernel[(key_tiles * batch,)](
+        *given, dk_BSE, *of_keys, *sizes, key_tiles, tiles, key_tiles if plan.list_row else 0,
+        **plan.of_index,
+    )  # fmt: skip
 
 
 def _plan(
@@ -190,7 +202,7 @@ def _plan(
         sizes=sizes,
         met_BJQK=met(sizes, first_BT, bits_BJTW, None, True, q_BHTD.device),
         attention=attention,
-        index=(*index, weight_BTI.contiguous()),
+        indexer=(*index, weight_BTI.contiguous()),
         seen=tuple(none if x is None else x.to(torch.int32).contiguous() for x in given.values()),
         factors=base_two(scale, soft_cap),
         lengths=(length, keys, 0 if bits_BJTW is None else bits_BJTW.shape[-1]),
