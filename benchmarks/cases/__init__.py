@@ -13,4 +13,5 @@ OPS = (
     "short_conv",
     "norm_gate",
     "sparse_attention",
+    "index_kl",
 )
