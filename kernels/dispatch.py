@@ -40,6 +40,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "sparse_attention": ("reference", "triton"),
     "index_topk": ("reference", "triton"),
     "permute": ("reference", "triton"),
+    "index_kl": ("reference", "triton"),
 }
 
 

@@ -14,4 +14,5 @@ OPS = (
     "norm_gate",
     "permute",
     "sparse_attention",
+    "index_kl",
 )
