@@ -4,7 +4,9 @@ A block of queries meets the blocks of keys that its windows and documents reach
 the blocks of queries that reach it. Where there are many of those, the ones of which everything is
 seen go through a loop of their own, without a mask.
 
-H query heads, G key/value heads, D head width, filled up to E. Scores s are in units of 1 / UNIT
+H query heads, G key/value heads, D head width, filled up to E; T tokens, M queries, N keys. Of each
+token ``begins`` and ``ends`` have the first and the last one of its document, ``keep`` 0 at
+padding; they are read with DOCUMENTS and PADDED. Scores s are in units of 1 / UNIT
 powers of 2: a weight is ``2 ** (UNIT s - ...)``, one multiply-add and one power a score.
 """
 
