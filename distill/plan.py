@@ -25,6 +25,7 @@ from ltconvert.distill.planning.rows import choose_rows, with_rows
 from ltconvert.distill.planning.work import Work, selection_cost, stage_work
 from ltconvert.distill.selection.result import Cost
 from ltconvert.errors import UserError
+from ltconvert.recipes.idle import idle_settings
 from ltconvert.recipes.schema import Recipe
 
 
@@ -72,6 +73,7 @@ class Plan:
             leaves them open.
         selection: cost of selecting if nothing settles early; None when the stage does not run.
         pools: a Dreamer before and after each step of the stage `shrink`, where it runs.
+        notes: settings that do nothing, a line for each reason.
         disk_bytes: the run folder at its fullest.
     """
 
@@ -86,6 +88,7 @@ class Plan:
     rows: tuple[StagePlan, ...]
     selection: Cost | None
     pools: tuple[PoolPlan, ...]
+    notes: tuple[str, ...]
     disk_bytes: int
     free_disk_bytes: int | None
 
@@ -131,6 +134,7 @@ def plan(
     device = torch.device(device)
     machine = machine or measure(device, precision)
     models = models_of(recipe, spec)
+    notes = tuple(idle_settings(recipe, spec.num_loops))
     rows = choose_rows(recipe, models, precision, device.type, machine.free_bytes)
     recipe = with_rows(recipe, rows)
     stages = recipe.stages
@@ -149,6 +153,7 @@ def plan(
         ),
         selection=selection_cost(recipe, models) if "select" in stages else None,
         pools=_pools(recipe, models),
+        notes=notes,
         disk_bytes=peak_disk(stages, recipe, models),
         free_disk_bytes=None if run_dir is None else free_disk(run_dir),
     )

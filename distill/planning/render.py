@@ -48,7 +48,7 @@ def summary_lines(plan: Plan) -> list[str]:
     free = f" of {gib(plan.free_disk_bytes)} free" if plan.free_disk_bytes is not None else ""
     lines.append(f"Disk: {gib(plan.disk_bytes)}{free}")
     lines.append(f"Time: about {short_time(plan.hours * 3600)}, evaluation not counted")
-    return lines
+    return lines + [f"Note: {note}" for note in plan.notes]
 
 
 def _model(model: ModelFacts) -> str:
