@@ -23,10 +23,9 @@ def render_plan(plan: Plan) -> RenderableType:
 
 def summary_lines(plan: Plan) -> list[str]:
     """What stands below the table, as plain lines."""
-    layers = len(plan.student.layers)
     lines = [
         f"Teacher: {_model(plan.teacher)}",
-        f"Student: {_model(plan.student)}, {plan.keep} of {layers} layers full",
+        f"Student: {plan.kind}, {plan.makeup}; {_model(plan.student)}",
     ]
     cost = plan.selection
     if cost is not None and cost.trained_tokens and not cost.forwards:
@@ -81,7 +80,7 @@ def _pools(plan: Plan) -> Table:
 
 
 def _table(plan: Plan) -> Table:
-    table = Table(title=f"Plan of {plan.recipe}")
+    table = Table(title=f"Plan of {plan.recipe}: {plan.kind} student")
     table.add_column("stage")
     for name in ("tokens", "steps", "trained", *_PARTS, "peak", "disk", "time"):
         table.add_column(name, justify="right")

@@ -437,9 +437,58 @@ def test_table_shows_every_stage_and_what_is_free() -> None:
     made = make()
     console.print(render_plan(made))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for words in ("align", "select", "logits", "longctx", "peak", "64.0 GiB free", "2 of 8 layers"):
+    for words in ("align", "select", "logits", "longctx", "peak", "64.0 GiB free", "LT2 student"):
         assert words in text
     assert len(summary_lines(made)) == 7
+
+
+@pytest.mark.parametrize(
+    ("student", "words"),
+    [
+        ({"full_layers": 2}, "Student: LT2, gdn in 6, full in 2 of 8 layers; "),
+        ({"mixer": "moda", "full_layers": 0}, "Student: MoDA, moda in 8 of 8 layers; "),
+        (
+            {"kind": "dreamer", "mixer": "full", "slices": 2, "top_experts": 3},
+            "Student: Dreamer, one layer at 8 depths, where a token uses 2 of 8 attention "
+            "projections and 3 of 16 experts (slices of an MLP: 2); ",
+        ),
+    ],
+)
+def test_it_says_what_kind_of_student_comes_out(student: dict[str, Any], words: str) -> None:
+    made = make(sections={"student": student}, check=False)
+    assert summary_lines(made)[1].startswith(words)
+    assert made.to_dict()["kind"] == made.kind
+
+
+@pytest.mark.parametrize("name", ["top_entries", "top_experts"])
+def test_a_router_without_a_gradient_is_told(name: str) -> None:
+    """One score over its own sum is 1, whatever it is."""
+    student = {"kind": "dreamer", "mixer": "full", "full_layers": 1.0}
+    assert make(sections={"student": student}).notes == ()
+    (line,) = make(sections={"student": student | {name: 1}}).notes
+    assert line.startswith(f"student.{name} 1") and "no gradient" in line
+
+
+def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "one.txt").write_text("a single document")
+    (tmp_path / "odd.jsonl").write_text('{"body": "a"}\n')
+    for name, message in {
+        "none.jsonl": "no such file or folder",
+        "blank.txt": "no document with text",
+        "one.txt": "no document",
+        "odd.jsonl": "neither a field 'text'",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            make(sections={"data": {"source": str(tmp_path / name)}})
+    assert "not looked at" in make(sections={"data": {"source": "owner/name"}}).notes[0]
+
+
+def test_decoding_that_the_student_does_not_have_is_refused() -> None:
+    for settings in ({"exit_thresholds": [0.5]}, {"loop_cache": "last"}):
+        with pytest.raises(UserError, match="leave it out"):
+            make(sections={"eval": settings})
+    make(tiny_spec("ouro", num_loops=2), sections={"eval": {"exit_thresholds": [0.5]}})
 
 
 def test_a_recipe_that_does_not_fit_the_teacher_is_refused() -> None:
