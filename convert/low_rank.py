@@ -18,8 +18,8 @@ def low_rank(
 
     Without ``squares_II`` the Frobenius norm of ``W - B A`` is least; with it the mean square of
     ``(W - B A) x`` over inputs x, as in SVD-LLM (arXiv 2403.07378): the truncated SVD of ``W L``
-    with ``L L^T`` the inputs' second moment. At full rank the product is W either way. Rows of A have
-    length 1: with inputs as large, both factors train at the rates of other matrices.
+    with ``L L^T`` the inputs' second moment. At full rank the product is W either way. Rows of A
+    have length 1, so that both factors can train at the rates of other matrices.
 
     Args:
         matrix_OI: W, in fp64.
