@@ -39,20 +39,28 @@ def makeup(recipe: Recipe, models: Models) -> str:
 
 def notes(recipe: Recipe, teacher_loops: int) -> list[str]:
     """What is allowed and yet hardly meant, a line each."""
-    found = idle_settings(recipe, teacher_loops)
-    if recipe.student.kind == "dreamer":
-        found += [
-            f"student.{name} 1 leaves one score, which is normalised to 1, so that its router gets "
-            "no gradient from the loss and stays near the teacher's layers; 2 or more let it learn"
-            for name in ("top_entries", "top_experts")
-            if getattr(recipe.student, name) == 1
-        ]
+    found = idle_settings(recipe, teacher_loops) + _routers_that_do_not_learn(recipe)
     if on_hub(recipe.data):
         found.append(
             f"data.source {recipe.data.source!r} is no file or folder here; it is taken for a hub "
             "data set, which was not looked at"
         )
     return found
+
+
+def _routers_that_do_not_learn(recipe: Recipe) -> list[str]:
+    """One score over its own sum is 1, whatever it is; so it is in the published form, too."""
+    student = recipe.student
+    if student.kind != "dreamer":
+        return []
+    shared = " but the shared expert's" if student.shared_size else ""
+    gradients = {"top_entries": "no gradient", "top_experts": f"no gradient{shared}"}
+    return [
+        f"student.{name} 1 leaves a single score, which is normalised to 1: its router gets "
+        f"{gradient}, and balancing alone moves the choice; 2 or more let it learn"
+        for name, gradient in gradients.items()
+        if getattr(student, name) == 1
+    ]
 
 
 def check_decoding(recipe: Recipe, models: Models) -> None:

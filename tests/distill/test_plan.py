@@ -16,6 +16,7 @@ from ltconvert import recipes
 from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students import depth
 from ltconvert.convert.students.depth_stream import DepthStream
+from ltconvert.convert.students.dreamer.router import Router
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import build_student
@@ -462,11 +463,20 @@ def test_it_says_what_kind_of_student_comes_out(student: dict[str, Any], words: 
 
 @pytest.mark.parametrize("name", ["top_entries", "top_experts"])
 def test_a_router_without_a_gradient_is_told(name: str) -> None:
+    student = {"kind": "dreamer", "mixer": "full", "full_layers": 1.0, "shared_size": 0}
+    assert not any("gradient" in line for line in make(sections={"student": student}).notes)
+    told = [x for x in make(sections={"student": student | {name: 1}}).notes if "gradient" in x]
+    assert len(told) == 1 and told[0].startswith(f"student.{name} 1")
+
+
+def test_a_single_score_has_no_gradient_and_two_have_one() -> None:
     """One score over its own sum is 1, whatever it is."""
-    student = {"kind": "dreamer", "mixer": "full", "full_layers": 1.0}
-    assert make(sections={"student": student}).notes == ()
-    (line,) = make(sections={"student": student | {name: 1}}).notes
-    assert line.startswith(f"student.{name} 1") and "no gradient" in line
+    for top in (1, 2):
+        router = Router(8, 3, [0, 1, 2], slices=1, top=top, select_by="logits")
+        weights_NK = router(torch.randn(5, 8), 1).weights_NK
+        (weights_NK * torch.randn(5, top)).sum().backward()
+        grads = [router.keys.grad, router.depth_logits.grad]
+        assert all((grad.abs().max() > 1e-4) == (top > 1) for grad in grads)
 
 
 def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
