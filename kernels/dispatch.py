@@ -39,6 +39,8 @@ OPS: dict[str, tuple[str, ...]] = {
     "linear_kl": ("reference", "triton"),
     "sparse_attention": ("reference", "triton"),
     "index_topk": ("reference", "triton"),
+    "permute": ("reference", "triton"),
+    "index_kl": ("reference", "triton"),
 }
 
 

@@ -137,3 +137,8 @@ def of_index(q_BTIE: Tensor) -> str | None:
     if q_BTIE.shape[-1] > MOST_WIDTH:
         return f"index heads are up to {MOST_WIDTH} wide, got {q_BTIE.shape[-1]}"
     return of_precision(q_BTIE)
+
+
+def of_index_kl(*heads: Tensor) -> str | None:
+    """Those of attention over chosen keys, for queries and keys of the indexer, too."""
+    return next(filter(None, map(of_sparse_attention, heads)), None)

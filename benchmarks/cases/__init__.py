@@ -12,5 +12,7 @@ OPS = (
     "depth_attention",
     "short_conv",
     "norm_gate",
+    "permute",
     "sparse_attention",
+    "index_kl",
 )

@@ -28,7 +28,7 @@ class Tiling(NamedTuple):
     stages: int
 
 
-FORWARD, BACKWARD = Tiling(32, 4, 2), Tiling(32, 4, 2)
+FORWARD, BACKWARD = Tiling(16, 2, 3), Tiling(16, 2, 3)
 
 
 class Merge(NamedTuple):

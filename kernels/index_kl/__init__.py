@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ltconvert.kernels.index_kl import reference
+from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.index_topk import check_index
-from ltconvert.kernels.sparse_attention import check_seen
+from ltconvert.kernels.sparse_attention import check_bits, check_seen
 
 
 def index_kl(
@@ -30,10 +30,12 @@ def index_kl(
     p is the attention distribution of the heads, averaged (arXiv 2512.02556, eq. 3 and 4): over all
     keys of the query's stretch (the dense warm-up), or with bits over the chosen ones. Padding
     counts neither as key nor as query. Differentiable in the first three arguments alone: the
-    attention is a target. Plain PyTorch on every device.
+    attention is a target. They are made in the forward pass; the scores of all queries never stand
+    in memory together.
 
     Args:
-        bits_BJTW: [B, 1, T, W] of ``index_topk``, which lie within the stretches.
+        bits_BJTW: [B, 1, T, W] of ``index_topk``, which lie within the stretches and hold a key of
+            every query.
 
     Raises:
         ValueError: shapes that do not fit together.
@@ -51,7 +53,10 @@ def index_kl(
             f"{keys}, width]; got {list(q_BHTD.shape)} and {list(k_BGSD.shape)}"
         )
     check_seen(batch, length, keys, first_BT, keep_BS)
-    return reference.index_kl(
+    if bits_BJTW is not None:
+        check_bits(batch, 1, length, keys, bits_BJTW, None)
+    limit = limits.of_index_kl(index_q_BTIE, index_k_BSE, q_BHTD, k_BGSD)
+    return dispatch.implementation("index_kl", q_BHTD.device, limit).index_kl(
         index_q_BTIE,
         index_k_BSE,
         weight_BTI,

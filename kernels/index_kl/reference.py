@@ -36,7 +36,7 @@ def index_kl(
 
 
 # An op of its own, so that `torch.compile` does not unroll the chunks.
-@torch.library.custom_op("ltconvert::index_kl", mutates_args=())
+@torch.library.custom_op("ltconvert::index_kl_reference", mutates_args=())
 def _index_kl(
     index_q_BTIE: Tensor,
     index_k_BSE: Tensor,
@@ -51,14 +51,12 @@ def _index_kl(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, and its gradients by index queries, index keys and weights, all in fp32 (fp64)."""
     loss, dq, dk, dweight = (
-        x.zero_() for x in _results(index_q_BTIE, index_k_BSE, weight_BTI, q_BHTD)
+        x.zero_() for x in empty_results(index_q_BTIE, index_k_BSE, weight_BTI, q_BHTD)
     )
     work = loss.dtype
     batch, length, index_heads, _ = index_q_BTIE.shape
     total, heads = index_k_BSE.shape[1], q_BHTD.shape[1]
-    real_BT = q_BHTD.new_ones(1, length, dtype=torch.bool).expand(batch, -1)
-    if keep_BS is not None:
-        real_BT = keep_BS[:, total - length :].bool()
+    real_BT = real_queries(keep_BS, batch, length, q_BHTD.device)
     share = 1.0 / real_BT.sum().clamp(min=1).to(work)
     k_BSE = index_k_BSE.to(work)
     with torch.autocast(q_BHTD.device.type, enabled=False):
@@ -84,6 +82,13 @@ def _index_kl(
     return loss, dq, dk, dweight
 
 
+def real_queries(keep_BS: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+    """Queries that count, those that are no padding, [B, T]."""
+    if keep_BS is None:
+        return torch.ones(batch, length, dtype=torch.bool, device=device)
+    return keep_BS[:, keep_BS.shape[1] - length :].bool()
+
+
 def _seen(
     first_BT: Tensor | None, bits_BJTW: Tensor | None, keep_BS: Tensor | None,
     a: int, b: int, length: int, total: int, device: torch.device,
@@ -107,26 +112,30 @@ def _attention(
 
 
 @_index_kl.register_fake
-def _fake(index_q: Tensor, index_k: Tensor, weight: Tensor, q: Tensor, *_: Any) -> Any:
-    return _results(index_q, index_k, weight, q)
-
-
-def _results(index_q: Tensor, index_k: Tensor, weight: Tensor, q: Tensor) -> tuple[Tensor, ...]:
+def empty_results(
+    index_q: Tensor, index_k: Tensor, weight: Tensor, q: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for the loss and the gradients."""
     work = torch.promote_types(torch.promote_types(index_q.dtype, q.dtype), torch.float32)
-    shapes = ((), index_q.shape, index_k.shape, weight.shape)
-    return tuple(index_q.new_empty(shape, dtype=work) for shape in shapes)
+    loss, dq, dk, dweight = (
+        index_q.new_empty(shape, dtype=work)
+        for shape in ((), index_q.shape, index_k.shape, weight.shape)
+    )
+    return loss, dq, dk, dweight
 
 
-def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """For the backward pass, which only scales them."""
     ctx.save_for_backward(*output[1:])
     ctx.dtypes = [x.dtype for x in inputs[:3]]
 
 
-def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+def scale_gradients(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+    """Gradients of all inputs of the op."""
     grads = (
         (grad * dloss).to(dtype) for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     )
     return (*grads, *[None] * 7)
 
 
-_index_kl.register_autograd(_backward, setup_context=_keep_gradients)
+_index_kl.register_autograd(scale_gradients, setup_context=keep_gradients)

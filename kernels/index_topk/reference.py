@@ -41,11 +41,17 @@ def _index_topk(
     first_BT: Tensor | None,
     keep_BS: Tensor | None,
 ) -> Tensor:
-    def scores(a: int, b: int, keys: int) -> Tensor:
-        return index_scores(q_BTIE[:, a:b], k_BSE[:, :keys], weight_BTI[:, a:b])
+    length, total = q_BTIE.shape[1], k_BSE.shape[1]
 
-    size = q_BTIE.shape[0] * q_BTIE.shape[2] * k_BSE.shape[1]
-    return choose(scores, size, q_BTIE, k_BSE, count, first_BT, keep_BS)
+    def put_best(a: int, b: int, keys: int, bits_BTW: Tensor) -> None:
+        seen_BnS = stretch(first_BT, keep_BS, a, b, length, total, q_BTIE.device)
+        scores_BnS = index_scores(q_BTIE[:, a:b], k_BSE[:, :keys], weight_BTI[:, a:b])
+        ranks_BnS = ranks(scores_BnS).masked_fill(~seen_BnS, NEVER)
+        least_Bn1 = ranks_BnS.topk(count, dim=-1, sorted=False).values.amin(-1, True)
+        bits_BTW[:, a:b, : words_for(keys)] = pack(seen_BnS & (ranks_BnS >= least_Bn1))
+
+    size = q_BTIE.shape[0] * q_BTIE.shape[2] * total
+    return choose(put_best, size, q_BTIE, k_BSE, count, first_BT, keep_BS)
 
 
 @_index_topk.register_fake
@@ -56,34 +62,30 @@ def empty_bits(q_BTIE: Tensor, k_BSE: Tensor, *_: Any) -> Tensor:
 
 
 def choose(
-    scores: Callable[[int, int, int], Tensor],
+    put_best: Callable[[int, int, int, Tensor], None],
     size: int,
     q_BTIE: Tensor,
     k_BSE: Tensor,
     count: int,
     first_BT: Tensor | None,
     keep_BS: Tensor | None,
-    chosen: Callable[[int, int, int, Tensor], bool] | None = None,
 ) -> Tensor:
-    """Bits of the best keys [B, 1, T, W]; ``scores`` of queries a to b against the first keys.
+    """Bits of the best keys [B, 1, T, W].
 
     Args:
+        put_best: puts the bits of queries a to b, of more than ``count`` keys, into [B, T, W].
         size: numbers that the scores of a query take while they are made.
-        chosen: puts the bits of queries a to b into [B, T, W] itself, or says that it cannot.
     """
     batch, length = q_BTIE.shape[:2]
     total, device = k_BSE.shape[1], q_BTIE.device
     bits_BTW = torch.zeros(batch, length, words_for(total), dtype=torch.int32, device=device)
     for a, b in chunks(length, size, device):
         keys = total - length + b
-        if keys > count and chosen is not None and chosen(a, b, keys, bits_BTW):
-            continue
-        seen_BnS = stretch(first_BT, keep_BS, a, b, length, total, device)
         if keys > count:
-            ranks_BnS = ranks(scores(a, b, keys)).masked_fill(~seen_BnS, NEVER)
-            least_Bn = ranks_BnS.topk(count, dim=-1, sorted=False).values.amin(-1, True)
-            seen_BnS = seen_BnS & (ranks_BnS >= least_Bn)
-        bits_BTW[:, a:b, : words_for(keys)] = pack(seen_BnS)
+            put_best(a, b, keys, bits_BTW)
+        else:
+            seen_BnS = stretch(first_BT, keep_BS, a, b, length, total, device)
+            bits_BTW[:, a:b, : words_for(keys)] = pack(seen_BnS)
     return bits_BTW[:, None]
 
 

@@ -1,6 +1,6 @@
 """``index_topk`` in Triton: for a chunk of queries at a time one kernel scores, another chooses.
 
-The second keeps the scores of a query in registers; of more keys than fit PyTorch chooses.
+The second keeps the scores of a query in registers; of more keys than fit it reads them again.
 
 B rows, T queries, S keys, I index heads, E their width, W words.
 """
@@ -12,14 +12,15 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
-from ltconvert.kernels.index_topk.kernels import choose_kernel, score_kernel
+from ltconvert.kernels.index_topk.kernels import choose_kernel, choose_many_kernel, score_kernel
 from ltconvert.kernels.index_topk.reference import choose, empty_bits
 from ltconvert.kernels.sparse_attention.bits import WORD_BITS, words_for
 
 TILE = (64, 64)
 LEAST_WIDTH = 64
-MOST_KEYS = 32_768  # 64 a thread of 16 warps
+MOST_KEYS = 32_768  # in registers: 64 a thread of 16 warps
 KEYS_A_WARP = 2048
+WORDS_AT_A_TIME, WARPS = 128, 4  # of more keys
 
 
 def index_topk(
@@ -64,26 +65,24 @@ def _index_topk(
             )  # fmt: skip
         return score_BnS
 
-    def chosen(a: int, b: int, keys: int, bits_BTW: Tensor) -> bool:
-        if keys > MOST_KEYS:
-            return False
+    def put_best(a: int, b: int, keys: int, bits_BTW: Tensor) -> None:
         words = triton.next_power_of_2(words_for(keys))
+        places = (words * WORD_BITS).bit_length() - 1
+        kernel, warps = choose_kernel, max(1, min(16, words * WORD_BITS // KEYS_A_WARP))
+        if keys > MOST_KEYS:
+            kernel, warps, words = choose_many_kernel, WARPS, min(words, WORDS_AT_A_TIME)
         score_BnS = scores(a, b, keys)
         with torch.cuda.device_of(q):
-            choose_kernel[(batch * (b - a),)](
+            kernel[(batch * (b - a),)](
                 score_BnS, *reach, bits_BTW, length, k.shape[1], bits_BTW.shape[-1], a, b, keys,
                 count, length if first_BT is not None and len(first_BT) > 1 else 0,
-                FIRST=first_BT is not None, KEEP=keep_BS is not None,
-                WORDS=words, PLACES=(words * WORD_BITS).bit_length() - 1,
-                num_warps=max(1, min(16, words * WORD_BITS // KEYS_A_WARP)),
+                FIRST=first_BT is not None, KEEP=keep_BS is not None, WORDS=words, PLACES=places,
+                num_warps=warps,
             )  # fmt: skip
-        return True
 
     none = q.new_empty(1, dtype=torch.int32)  # no kernel reads it
     reach = [none if x is None else x.to(torch.int32).contiguous() for x in (first_BT, keep_BS)]
-    return choose(
-        scores, batch * k.shape[1], q_BTIE, k_BSE, count, first_BT, keep_BS, chosen=chosen
-    )
+    return choose(put_best, batch * k.shape[1], q_BTIE, k_BSE, count, first_BT, keep_BS)
 
 
 _index_topk.register_fake(empty_bits)

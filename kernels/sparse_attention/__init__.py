@@ -72,7 +72,7 @@ def sparse_attention(
     if not causal and (bits_BJTW is None or first_BT is not None or keep_BS is not None):
         raise ValueError("without causal order bits alone say what is seen; give nothing else")
     check_seen(batch, length, keys, first_BT, keep_BS)
-    _check_bits(batch, heads, length, keys, bits_BJTW, block_BS)
+    check_bits(batch, heads, length, keys, bits_BJTW, block_BS)
     limit = limits.of_sparse_attention(q_BHTD)
     return dispatch.implementation("sparse_attention", q_BHTD.device, limit).sparse_attention(
         q_BHTD,
@@ -104,7 +104,7 @@ def check_seen(
         raise ValueError(f"keep must be [{batch}, {keys}], got {list(keep_BS.shape)}")
 
 
-def _check_bits(
+def check_bits(
     batch: int,
     heads: int,
     length: int,
@@ -112,6 +112,7 @@ def _check_bits(
     bits_BJTW: Tensor | None,
     block_BS: Tensor | None,
 ) -> None:
+    """Raise ValueError unless choices, one or several heads each, and blocks fit together."""
     if bits_BJTW is None:
         if block_BS is not None:
             raise ValueError("blocks without bits choose nothing; give both or neither")

@@ -89,9 +89,10 @@ def _chosen(sizes: Sizes, bits_BJTW: Tensor, block_BS: Tensor | None) -> Tensor:
 
 def lists(met_BJQK: Tensor) -> tuple[Lists, Lists]:
     """Tiles of keys for each of queries, and the other way round."""
-    return _listed(met_BJQK), _listed(met_BJQK.mT)
+    return listed(met_BJQK), listed(met_BJQK.mT)
 
 
-def _listed(shown: Tensor) -> Lists:
+def listed(shown: Tensor) -> Lists:
+    """Which of the last axis are shown."""
     order = shown.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return Lists(shown.sum(-1, dtype=torch.int32).contiguous(), order.to(torch.int32).contiguous())

@@ -55,7 +55,7 @@ def _sparse_attention(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     plan = _plan(q_BHTD, k_BGSD, first_BT, bits_BJTW, block_BS, keep_BS, scale, soft_cap, causal)
-    q, k, v = (_filled(x, plan.width) for x in (q_BHTD, k_BGSD, v_BGSD))
+    q, k, v = (filled(x, plan.width) for x in (q_BHTD, k_BGSD, v_BGSD))
     o = torch.empty_like(q)
     log_sum_BHT = q.new_empty(q.shape[:3], dtype=torch.float32)
     tiles, others = plan.sizes.tiles
@@ -94,7 +94,7 @@ def _sparse_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     plan = _plan(q_BHTD, k_BGSD, first_BT, bits_BJTW, block_BS, keep_BS, scale, soft_cap, causal)
-    do, q, k, v = (_filled(x, plan.width) for x in (do_BHTD, q_BHTD, k_BGSD, v_BGSD))
+    do, q, k, v = (filled(x, plan.width) for x in (do_BHTD, q_BHTD, k_BGSD, v_BGSD))
     # Of a query that sees nothing any finite number will do: all its weights are masked.
     sum_BHT = log_sum_BHT.masked_fill(log_sum_BHT == float("-inf"), 0.0) * math.log2(math.e)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -184,12 +184,11 @@ def _plan(
     width = max(LEAST_WIDTH, triton.next_power_of_2(q_BHTD.shape[-1]))
     full = q_BHTD.dtype == torch.float32
     exact = "ieee" if torch.version.hip else "tf32x3"
-    log2e = math.log2(math.e)
     return Plan(
         sizes=sizes,
         met_BJQK=met_BJQK,
         tensors=tensors,
-        factors=(scale * log2e, 1.0) if soft_cap is None else (scale / soft_cap, soft_cap * log2e),
+        factors=base_two(scale, soft_cap),
         lengths=(length, keys, 0 if bits_BJTW is None else bits_BJTW.shape[-1]),
         rows=(
             length if first_BT is not None and len(first_BT) > 1 else 0,
@@ -209,6 +208,12 @@ def _plan(
     )  # fmt: skip
 
 
-def _filled(x: Tensor, width: int) -> Tensor:
+def base_two(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """Factor and cap that make products scores of base 2, as ``capped`` reads them."""
+    log2e = math.log2(math.e)
+    return (scale * log2e, 1.0) if soft_cap is None else (scale / soft_cap, soft_cap * log2e)
+
+
+def filled(x: Tensor, width: int) -> Tensor:
     """Contiguous, heads filled up with zeros."""
     return F.pad(x, (0, width - x.shape[-1])).contiguous()

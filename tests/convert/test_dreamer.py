@@ -18,6 +18,7 @@ from ltconvert.convert.students.dreamer.router import Router, start_logits
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.transfer import build_student
 from ltconvert.kernels.parity import check, judge
+from ltconvert.kernels.permute import permute, unpermute
 
 
 def dreamer_options(layers: int = 3, slices: int = 1, **options: Any) -> dict[str, Any]:
@@ -293,8 +294,8 @@ def grouped_products(
     x_NI, weight_EOI, weights_NK = leaves.values()
     if by_sorting:
         grouping = grouped.group(chosen_NK, len(weight_EOI))
-        y_MO = grouped.grouped_linear(grouped.spread(x_NI, grouping), weight_EOI, grouping)
-        y_NO = grouped.gather(y_MO, weights_NK, grouping)
+        y_MO = grouped.grouped_linear(permute(x_NI, grouping.place_NK), weight_EOI, grouping)
+        y_NO = unpermute(y_MO, grouping.place_NK, weights_NK)
     else:
         y_NO = torch.einsum("nkoi,ni,nk->no", weight_EOI[chosen_NK], x_NI, weights_NK)
     y_NO.square().sum().backward()
@@ -349,7 +350,7 @@ def test_a_step_on_a_gpu_is_that_of_a_cpu() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss = model(ids.to(device), labels=ids.to(device)).loss
         loss.backward()
-        gradients = {n: p.grad.cpu().double() for n, p in model.named_parameters()}
+        gradients = {n: p.grad.cpu().double().clone() for n, p in model.named_parameters()}
         found.append({"loss": loss.detach().cpu().double(), **gradients})
     truth, half = found
     torch.testing.assert_close(half["loss"], truth["loss"], rtol=2e-2, atol=0)

@@ -1,19 +1,23 @@
-"""The indexer's choice and its loss, against one query at a time and autograd in fp64."""
+"""The indexer's choice and its loss, against one query at a time and autograd in fp64.
+
+Without a GPU the kernels run in Triton's interpreter, in fp32 on small shapes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from decode_case import DEVICE, GPU, needs_triton
+from decode_case import DEVICE, DTYPES, GPU, needs_triton
 from helpers import covering
 from torch import Tensor
 
-from ltconvert.kernels import dispatch
+from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.index_kl import index_kl
 from ltconvert.kernels.index_topk import decode_topk, index_topk
+from ltconvert.kernels.parity import check, judge
 from ltconvert.kernels.sparse_attention import seen
 from ltconvert.kernels.sparse_attention.bits import unpack
 
@@ -26,22 +30,31 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The backend asked for, chunks so small that there are several."""
-    only = {"index_topk": request.param}
+    only = {"index_topk": request.param, "index_kl": request.param}
     monkeypatch.setattr(dispatch, "_requests", dispatch.Requests("auto", only))
     monkeypatch.setattr(seen, "MOST_SCORES", 500)
     if request.param == "triton" and not GPU:
-        from ltconvert.kernels.index_topk import triton
+        from ltconvert.kernels.index_kl import triton as loss
+        from ltconvert.kernels.index_topk import triton as choice
 
-        monkeypatch.setattr(triton, "TILE", (16, 16))
-        monkeypatch.setattr(triton, "LEAST_WIDTH", 16)
+        monkeypatch.setattr(choice, "TILE", (16, 16))
+        monkeypatch.setattr(loss, "TILE", (16, 32))
+        for module in (choice, loss):
+            monkeypatch.setattr(module, "LEAST_WIDTH", 16)
     yield request.param
 
 
-def indexer(length: int, keys: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def indexer(
+    length: int,
+    keys: int,
+    dtype: torch.dtype = torch.float32,
+    heads: int = HEADS,
+    width: int = WIDTH,
+) -> list[Tensor]:
     """Queries, keys and weights; every fourth query has no positive product, so that all tie."""
     g = torch.Generator().manual_seed(length)
-    q = torch.randn(B, length, HEADS, WIDTH, generator=g)
-    k, weight = torch.randn(B, keys, WIDTH, generator=g), torch.randn(B, length, HEADS, generator=g)
+    q = torch.randn(B, length, heads, width, generator=g)
+    k, weight = torch.randn(B, keys, width, generator=g), torch.randn(B, length, heads, generator=g)
     k[..., 0] = k[..., 0].abs() + 0.1
     q[:, ::4] = 0.0
     q[:, ::4, :, 0] = -1.0
@@ -57,6 +70,10 @@ def reach(kind: str, length: int, keys: int) -> tuple[dict[str, Any], Tensor]:
     if kind in ("window", "padded"):
         given["first_BT"] = (columns - 7).clamp(min=0)[None].expand(B, -1)
         seen_BTS = seen_BTS & (at > columns[:, None] - 8)
+    if kind == "documents":
+        starts = torch.rand(B, length, generator=g) < 0.2
+        given["first_BT"] = (starts * columns).cummax(-1).values.int()
+        seen_BTS = seen_BTS & (at >= given["first_BT"][..., None])
     if kind == "padded":
         given["keep_BS"] = torch.rand(B, keys, generator=g) < 0.6
         seen_BTS = seen_BTS & (given["keep_BS"][:, None] | (at == columns[:, None]))
@@ -103,7 +120,8 @@ def test_more_keys_than_fit_into_registers(
         from ltconvert.kernels.index_topk import triton
 
         monkeypatch.setattr(triton, "MOST_KEYS", 16)
-    test_the_best_keys_are_chosen(backend, (17, 40), kind, 4)
+        monkeypatch.setattr(triton, "WORDS_AT_A_TIME", 1)
+    test_the_best_keys_are_chosen(backend, (5, 40), kind, 4)
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -120,40 +138,95 @@ def test_one_token_chooses_the_same_among_slots(window: int | None) -> None:
         assert sorted(found[row, : min(5, length)].tolist()) == wanted
 
 
-@pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize("chosen", [False, True])
-@pytest.mark.parametrize("kind", ["all", "window", "padded"])
-def test_the_loss_and_its_gradients(
-    kind: str, chosen: bool, cap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(seen, "MOST_SCORES", 500)
-    length, keys, heads, groups, width = 9, 12, 4, 2, 5
-    given, seen_BTS = reach(kind, length, keys)
-    leaves = [x.requires_grad_() for x in indexer(length, keys, torch.float64)]
+class Shape(NamedTuple):
+    """Queries, keys; heads, key/value heads, width of attention; heads, width of the indexer."""
+
+    length: int
+    keys: int
+    heads: int
+    groups: int
+    width: int
+    index_heads: int
+    index_width: int
+
+
+SHAPES = [Shape(9, 44, 4, 2, 5, 3, 6), Shape(37, 37, 3, 3, 17, 1, 20)]
+if GPU:
+    SHAPES += [Shape(257, 515, 9, 3, 64, 4, 64), Shape(130, 130, 8, 1, 128, 2, 80)]
+
+
+def losses(
+    shape: Shape, kind: str, count: int | None, cap: float | None, dtype: torch.dtype
+) -> list[dict[str, Tensor]]:
+    """Loss and gradients: in fp64, in plain PyTorch (fp32 at least), and of ``index_kl``."""
+    given, seen_BTS = reach(kind, shape.length, shape.keys)
+    index = indexer(shape.length, shape.keys, dtype, *shape[5:])
     g = torch.Generator().manual_seed(1)
-    q = torch.randn(B, heads, length, width, generator=g, dtype=torch.float64).to(DEVICE)
-    k = torch.randn(B, groups, keys, width, generator=g, dtype=torch.float64).to(DEVICE)
-    bits = index_topk(*(x.detach() for x in leaves), 3, **given) if chosen else None
-    found = index_kl(*leaves, q, k, scale=0.7, soft_cap=cap, bits_BJTW=bits, **given)
-    if chosen:
-        seen_BTS = unpack(bits[:, 0], keys)
-    scores = 0.7 * q @ k.repeat_interleave(heads // groups, 1).mT
-    scores = scores if cap is None else cap * torch.tanh(scores / cap)
-    p = scores.masked_fill(~seen_BTS[:, None], float("-inf")).softmax(-1).mean(1)
-    index = torch.einsum("bti,btis->bts", leaves[2], (leaves[0] @ leaves[1][:, None].mT).relu())
-    log_q = index.masked_fill(~seen_BTS, float("-inf")).log_softmax(-1)
-    kl_BT = (torch.special.xlogy(p, p) - p * log_q.masked_fill(~seen_BTS, 0.0)).sum(-1)
-    real = given["keep_BS"][:, keys - length :] if kind == "padded" else torch.ones_like(kl_BT) > 0
-    wanted = kl_BT[real].mean()
-    torch.testing.assert_close(found, wanted)
-    for a, b in zip(
-        torch.autograd.grad(2.0 * found, leaves), torch.autograd.grad(2.0 * wanted, leaves),
-        strict=True,
-    ):  # fmt: skip
-        torch.testing.assert_close(a, b)
+    q = torch.randn(B, shape.heads, shape.length, shape.width, generator=g).to(DEVICE, dtype)
+    k = torch.randn(B, shape.groups, shape.keys, shape.width, generator=g).to(DEVICE, dtype)
+    bits = None
+    if count is not None:
+        bits = index_topk(*index, count, **given)
+        seen_BTS = unpack(bits[:, 0], shape.keys)
+    scale = 2.0 * shape.width**-0.5
+
+    def of_op(index: list[Tensor]) -> Tensor:
+        return index_kl(*index, q, k, scale=scale, soft_cap=cap, bits_BJTW=bits, **given)
+
+    def by_definition(index: list[Tensor]) -> Tensor:
+        queries, keys = (x.to(index[0].dtype) for x in (q, k))
+        scores = scale * queries @ keys.repeat_interleave(shape.heads // shape.groups, 1).mT
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        p = scores.masked_fill(~seen_BTS[:, None], float("-inf")).softmax(-1).mean(1)
+        score = torch.einsum("bti,btis->bts", index[2], (index[0] @ index[1][:, None].mT).relu())
+        log_q = score.masked_fill(~seen_BTS, float("-inf")).log_softmax(-1)
+        kl_BT = (torch.special.xlogy(p, p) - p * log_q.masked_fill(~seen_BTS, 0.0)).sum(-1)
+        keep = given.get("keep_BS")
+        return kl_BT.mean() if keep is None else kl_BT[keep[:, -shape.length :]].mean()
+
+    found = []
+    wide = torch.promote_types(dtype, torch.float32)
+    for loss, working in ((by_definition, torch.float64), (by_definition, wide), (of_op, dtype)):
+        leaves = [x.to(working).requires_grad_() for x in index]
+        value = loss(leaves)
+        grads = torch.autograd.grad(2.0 * value, leaves)
+        found.append(dict(zip(("loss", "dq", "dk", "dweight"), (value.detach(), *grads))))  # noqa: B905
+    return found
 
 
-def test_a_graph_takes_the_loss() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize(
+    ("shape", "kind", "count", "cap"),
+    covering(SHAPES, ["all", "window", "documents", "padded"], [None, 3], [None, 2.0]),
+)
+def test_the_loss_and_its_gradients(
+    backend: str,
+    shape: Shape,
+    kind: str,
+    count: int | None,
+    cap: float | None,
+    dtype: torch.dtype,
+) -> None:
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("no kernel")
+    check(judge(*losses(shape, kind, count, cap, dtype), dtype))
+
+
+def test_the_loss_repeats(backend: str) -> None:
+    runs = [losses(SHAPES[0], "all", None, None, DTYPES[-1])[-1] for _ in range(2)]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [None, 256])
+@pytest.mark.parametrize("kind", ["all", "documents", "padded"])
+def test_the_loss_at_the_shape_of_a_model(kind: str, count: int | None) -> None:
+    shape = Shape(2000, 2048, 9, 3, 64, 4, 64)
+    with dispatch.use("auto", index_kl="triton"):
+        check(judge(*losses(shape, kind, count, None, torch.bfloat16), torch.bfloat16))
+
+
+def test_a_graph_takes_the_loss(backend: str) -> None:
     leaves = [x.requires_grad_() for x in indexer(6, 6)]
     q = torch.randn(B, 2, 6, 4, device=DEVICE)
 
@@ -175,3 +248,34 @@ def test_wrong_arguments_are_named() -> None:
     attention = torch.randn(B, 2, 5, 4)
     with pytest.raises(ValueError, match=r"keys \[2, groups, 8, width\]"):
         index_kl(q, k, weight, attention, attention, scale=1.0)
+    attention = torch.randn(B, 2, 8, 4)
+    bits = torch.zeros(B, 2, 5, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="bits must be int32"):
+        index_kl(q, k, weight, attention[:, :, :5], attention, scale=1.0, bits_BJTW=bits)
+
+
+def test_heads_that_do_not_fit_are_named() -> None:
+    assert limits.of_index_kl(torch.empty(1, 128), torch.empty(1, 256).half()) is None
+    for tensor, reason in (
+        (torch.empty(1, 129), "up to 128 wide, got 129"),
+        (torch.empty(1, 257).half(), "up to 256 wide, got 257"),
+        (torch.empty(1, 8).double(), "got fp64"),
+    ):
+        assert reason in str(limits.of_index_kl(torch.empty(1, 8), tensor))
+
+
+@pytest.mark.gpu
+def test_more_keys_than_a_program_holds_are_chosen_from_as_in_plain_pytorch() -> None:
+    g = torch.Generator(DEVICE).manual_seed(0)
+
+    def whole(*shape: int) -> Tensor:
+        """Small integers: sums are exact, and many scores equal."""
+        return torch.randint(-2, 3, shape, generator=g, device=DEVICE).bfloat16()
+
+    q, k, weight = whole(1, 500, 2, 64), whole(1, 70_000, 64), whole(1, 500, 2)
+    keep = torch.rand(1, 70_000, generator=g, device=DEVICE) < 0.8
+    chosen = []
+    for backend in ("reference", "triton"):
+        with dispatch.use("auto", index_topk=backend):
+            chosen.append(index_topk(q, k, weight, 2048, keep_BS=keep))
+    assert torch.equal(*chosen)

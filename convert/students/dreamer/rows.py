@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ltconvert.convert.students.dreamer import grouped
 from ltconvert.convert.students.dreamer.banks import Bank, Gains, Stacks, as_multiplied
+from ltconvert.kernels.permute import permute, unpermute
 
 
 class Rows(Protocol):
@@ -98,7 +99,7 @@ class ChosenRows:
 
     def spread(self, x_NI: Tensor) -> Tensor:
         """[N, I] -> [M, I], in the dtype of products."""
-        return grouped.spread(as_multiplied(x_NI), self.grouping)
+        return permute(as_multiplied(x_NI), self.grouping.place_NK)
 
     def within(self, x: Tensor, bank: Bank) -> Tensor:
         """[M, I] -> [M, O]."""
@@ -109,7 +110,7 @@ class ChosenRows:
 
     def out(self, x: Tensor, bank: Bank) -> Tensor:
         """[M, I] -> [N, O]."""
-        return grouped.gather(self.within(x, bank), self.weights_NK, self.grouping)
+        return unpermute(self.within(x, bank), self.grouping.place_NK, self.weights_NK)
 
     def gains(self, gains: Gains) -> Tensor:
         """[N, O]."""
