@@ -350,13 +350,16 @@ def check_recipes(
 ) -> None:
     """Check recipes: the first mistake is named with the nearest key that exists; exit status 2."""
     from ltconvert import recipes
+    from ltconvert.recipes.idle import idle_settings
 
-    digests = {name: recipes.digest(recipes.resolve(name, budget=budget)) for name in files}
+    found = {name: recipes.resolve(name, budget=budget) for name in files}
     if as_json:
-        output.print_json(digests)
+        output.print_json({name: recipes.digest(recipe) for name, recipe in found.items()})
         return
-    for name, digest in digests.items():
-        output.print_line(f"{name}: ok ({digest[:12]})")
+    for name, recipe in found.items():
+        output.print_line(f"{name}: ok ({recipes.digest(recipe)[:12]})")
+        for line in idle_settings(recipe):
+            output.print_line(f"  {line}")
 
 
 def _recipe(name: str, budget: str | None, data: str | None, overrides: list[str] | None) -> Recipe:

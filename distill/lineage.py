@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ltconvert import recipes
 from ltconvert.convert.dropping import count_dropped, drop_layers
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
@@ -25,9 +26,22 @@ from ltconvert.distill.damage import least_damage
 from ltconvert.distill.data import Batch, PackedStream
 from ltconvert.distill.input_squares import input_squares
 from ltconvert.distill.planning.models import shortened
-from ltconvert.distill.processes import wait_for_everyone
-from ltconvert.distill.records import StageRecord, read_record, versions
-from ltconvert.distill.run_identity import chain, check_owner, check_same_run, fingerprint
+from ltconvert.distill.processes import is_main_process, wait_for_everyone
+from ltconvert.distill.records import (
+    RECIPE_FILE,
+    StageRecord,
+    read_record,
+    versions,
+    write_whole,
+)
+from ltconvert.distill.run_identity import (
+    chain,
+    check_owner,
+    check_same_run,
+    claim,
+    fingerprint,
+    owner_of,
+)
 from ltconvert.distill.selection.ranking import count_full_layers
 from ltconvert.distill.selection.result import Selection
 from ltconvert.distill.shelf import Shelf
@@ -61,11 +75,13 @@ class Lineage:
     def check(self) -> None:
         """Read all records; refuse before any work when one belongs to another run.
 
+        Nothing is written: a run that is refused leaves no folder behind.
+
         Raises:
             UserError: names what differs.
         """
         shortened(self._origin_spec(), self.recipe.student.drop_layers)
-        check_owner(self.shelf.run_dir, self.recipe, self.teacher, self.precision)
+        check_owner(self.shelf.run_dir, self._owner())
         parts = chain(self.recipe, self.teacher, self.precision, self.recipe.stages)
         for stage, depends_on in parts.items():
             record = read_record(self.shelf.folder(stage)) or StageRecord(stage, "new", depends_on)
@@ -73,6 +89,25 @@ class Lineage:
             self.records[stage] = record
         wait_for_everyone()  # nobody writes a record that another has yet to read
         self._check_choice()
+
+    def claim(self) -> None:
+        """Make the run folder this run's own, once nothing refuses the run."""
+        if is_main_process():
+            claim(self.shelf.run_dir, self._owner())
+            write_whole(self.shelf.run_dir / RECIPE_FILE, recipes.dump(self.recipe))
+        wait_for_everyone()
+
+    def _owner(self) -> dict[str, Any]:
+        return owner_of(self.recipe, self.teacher, self.precision)
+
+    def check_text(self) -> None:
+        """Refuse text that holds no row of the longest that the stages train on.
+
+        Raises:
+            UserError: naming what it lacks.
+        """
+        lengths = [getattr(self.recipe, stage).seq_len_tokens for stage in self.recipe.stages]
+        next(self._training_rows(max(lengths, default=1)))
 
     def _check_choice(self) -> None:
         student, num_layers = self.recipe.student, self._origin_spec().num_layers
@@ -124,7 +159,11 @@ class Lineage:
     def _calibration_rows(self, tokens: int) -> Iterator[Batch]:
         """The first training rows, the same in every process."""
         length = min(self.recipe.loop.seq_len_tokens, tokens)
-        stream = PackedStream(
+        return islice(self._training_rows(length), tokens // length)
+
+    def _training_rows(self, length: int) -> PackedStream:
+        """Rows of so many tokens, the same in every process."""
+        return PackedStream(
             self.recipe.data,
             self.teacher.tokenizer,
             split="train",
@@ -134,7 +173,6 @@ class Lineage:
             rank=0,
             world=1,
         )
-        return islice(stream, tokens // length)
 
     def _converted(self) -> LT2ForCausalLM:
         """All layers converted but those that the recipe lists; tensors shared with the origin."""

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from ltconvert import recipes
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
 from ltconvert.distill import align, logits, longctx, loop, select, shrink, summary
@@ -30,12 +29,10 @@ from ltconvert.distill.lineage import START, Lineage
 from ltconvert.distill.precision import pick_precision
 from ltconvert.distill.processes import is_main_process, join_processes, wait_for_everyone
 from ltconvert.distill.records import (
-    RECIPE_FILE,
     StageRecord,
     clear_disk_errors,
     read_record,
     versions,
-    write_whole,
 )
 from ltconvert.distill.reporting.tables import runs
 from ltconvert.distill.run_identity import fingerprint, recorded_precision
@@ -111,7 +108,11 @@ class Pipeline:
 
     def run(self) -> PipelineResult:
         """All stages that are not finished; then the student is saved and the table is shown."""
-        student = None if self.records[START].finished else self._start()
+        student = None
+        if self.records[START].finished:
+            self.lineage.claim()
+        else:
+            student = self._start()
         for stage in self.stages:
             if self.records[stage].finished:
                 self.log.say(f"{stage}: finished before, skipped")
@@ -143,9 +144,15 @@ class Pipeline:
         )
 
     def _start(self) -> LT2ForCausalLM:
-        """Score the student as it comes from the teacher's weights."""
+        """Score the student as it comes from the teacher's weights.
+
+        Whatever would refuse the run comes first, then the folder is claimed.
+        """
         began = time.perf_counter()
+        self.lineage.check_text()
+        self._rows()
         student = self.lineage.initial_student()
+        self.lineage.claim()
         if dropped := self.lineage.dropped():
             self.log.say(f"start: layers of the teacher that are left out: {runs(dropped)}")
         self._finish(self.records[START], student, {"tokens": 0, "seconds": 0.0}, began)
@@ -286,11 +293,8 @@ def _opened(
             "has full attention everywhere: give the model that it was made from"
         )
     join_processes(device)
-    run_dir.mkdir(parents=True, exist_ok=True)
     if precision == "auto":
         precision = recorded_precision(run_dir) or pick_precision(device)[0]
     lineage = Lineage(recipe, teacher, Shelf(run_dir, teacher.tokenizer, device), precision)
     lineage.check()
-    if is_main_process():
-        write_whole(run_dir / RECIPE_FILE, recipes.dump(recipe))
     return Pipeline(lineage, log, device)

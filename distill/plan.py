@@ -15,6 +15,7 @@ import torch
 
 from ltconvert.convert.inspect import ModelFacts
 from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.distill.data import check_local
 from ltconvert.distill.planning.disk import peak_disk, stage_disk
 from ltconvert.distill.planning.fit import refuse_disk, refuse_memory
 from ltconvert.distill.planning.footprint import Footprint, footprint
@@ -22,6 +23,7 @@ from ltconvert.distill.planning.machine import Machine, free_disk, measure
 from ltconvert.distill.planning.memory import Parts, stage_memory
 from ltconvert.distill.planning.models import Models, PoolFacts, models_of
 from ltconvert.distill.planning.rows import choose_rows, with_rows
+from ltconvert.distill.planning.student import check_decoding, kind_of, makeup, notes
 from ltconvert.distill.planning.work import Work, selection_cost, stage_work
 from ltconvert.distill.selection.result import Cost
 from ltconvert.errors import UserError
@@ -67,11 +69,14 @@ class Plan:
     """The whole run.
 
     Attributes:
+        kind: `LT2`, `MoDA` or `Dreamer`.
+        makeup: mixers and layers of the student in words.
         keep: layers that stay full.
         micro_batch_rows: rows a forward pass of every training stage, chosen where the recipe
             leaves them open.
         selection: cost of selecting if nothing settles early; None when the stage does not run.
         pools: a Dreamer before and after each step of the stage `shrink`, where it runs.
+        notes: what is allowed and yet hardly meant, a line each.
         disk_bytes: the run folder at its fullest.
     """
 
@@ -79,6 +84,8 @@ class Plan:
     device: str
     precision: str
     machine: Machine
+    kind: str
+    makeup: str
     keep: int
     micro_batch_rows: dict[str, int]
     teacher: ModelFacts
@@ -86,6 +93,7 @@ class Plan:
     rows: tuple[StagePlan, ...]
     selection: Cost | None
     pools: tuple[PoolPlan, ...]
+    notes: tuple[str, ...]
     disk_bytes: int
     free_disk_bytes: int | None
 
@@ -123,14 +131,18 @@ def plan(
         tokens_per_second: of the stage `logits` on this device, where known; otherwise the speed
             of a matrix product is measured.
         machine: facts of the device instead of a look at it.
-        check: refuse what cannot fit.
+        check: refuse what cannot fit, and text or ways of decoding that are not there.
 
     Raises:
-        UserError: the run cannot fit, or the recipe does not fit the teacher.
+        UserError: the run cannot fit, the recipe does not fit the teacher, or there is no text.
     """
     device = torch.device(device)
-    machine = machine or measure(device, precision)
     models = models_of(recipe, spec)
+    said = tuple(notes(recipe, spec.num_loops))
+    if check:
+        check_local(recipe.data)
+        check_decoding(recipe, models)
+    machine = machine or measure(device, precision)
     rows = choose_rows(recipe, models, precision, device.type, machine.free_bytes)
     recipe = with_rows(recipe, rows)
     stages = recipe.stages
@@ -140,6 +152,8 @@ def plan(
         device=str(device),
         precision=precision,
         machine=machine,
+        kind=kind_of(recipe, models),
+        makeup=makeup(recipe, models),
         keep=models.keep,
         micro_batch_rows=rows,
         teacher=models.teacher,
@@ -149,6 +163,7 @@ def plan(
         ),
         selection=selection_cost(recipe, models) if "select" in stages else None,
         pools=_pools(recipe, models),
+        notes=said,
         disk_bytes=peak_disk(stages, recipe, models),
         free_disk_bytes=None if run_dir is None else free_disk(run_dir),
     )

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ltconvert.distill.processes import is_main_process, wait_for_everyone
 from ltconvert.distill.records import write_json
 from ltconvert.errors import UserError
 
@@ -68,31 +67,37 @@ def check_same_run(
     )
 
 
-def check_owner(run_dir: Path, recipe: Recipe, teacher: Teacher, precision: str) -> None:
-    """Claim a run folder, or make sure that this teacher and recipe had claimed it.
-
-    Raises:
-        UserError: it belongs to another teacher, recipe or precision.
-    """
-    path = run_dir / RUN_FILE
-    now = {
+def owner_of(recipe: Recipe, teacher: Teacher, precision: str) -> dict[str, Any]:
+    """What a run folder belongs to."""
+    return {
         "teacher": teacher.name,
         "teacher digest": teacher.digest,
         "recipe": recipe.name,
         "precision": precision,
     }
-    then = _read_owner(path)
-    # All have read before one writes: what a process finds must not depend on who is faster.
-    wait_for_everyone()
-    if then is None and is_main_process():
-        write_json(path, now)
-    difference = first_difference(then or now, now)
+
+
+def check_owner(run_dir: Path, now: Mapping[str, Any]) -> None:
+    """Refuse a run folder that another run has claimed.
+
+    Raises:
+        UserError: it belongs to another teacher, recipe or precision.
+    """
+    then = _read_owner(run_dir / RUN_FILE)
+    difference = first_difference(now if then is None else then, now)
     if difference is not None:
         name, before, after = difference
         raise UserError(
             f"{run_dir} holds a run with {name} {before}, this call asks for {after}: "
             "choose another output folder"
         )
+
+
+def claim(run_dir: Path, now: Mapping[str, Any]) -> None:
+    """Make a run folder and note whose it is; all processes have checked it before."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / RUN_FILE).exists():
+        write_json(run_dir / RUN_FILE, now)
 
 
 def recorded_precision(run_dir: Path) -> str | None:

@@ -1,6 +1,7 @@
 """Recipes: one flat YAML each, resolved into one frozen `Recipe`.
 
-Precedence, lowest first: defaults of `Recipe`, the YAML, the budget, `--set a.b=c`.
+Precedence, lowest first: defaults of `Recipe`, the YAML, the budget, `--set a.b=c`; weights of
+losses that a YAML names stay as they are under every budget.
 A YAML holds only what differs from the defaults. Every mistake is one line that names the key,
 where it came from and the nearest key that exists.
 """
@@ -24,6 +25,8 @@ from ltconvert.recipes.keys import Lists, check_known, lists, nearest, one_line
 from ltconvert.recipes.schema import Recipe
 
 BUDGETS_FILE = "budgets"
+# What a recipe says of them is what it is about: no budget changes it.
+LOSSES = ("kl_weight", "ce_weight")
 
 
 def names() -> list[str]:
@@ -138,11 +141,23 @@ def _laid_over(
     """`base` with the rest laid over it, as a Recipe."""
     merged = copy.deepcopy(base)
     if budget is not None:
-        _merge(merged, budget_settings(budget))
+        _merge(merged, _within(budget, base))
     _merge(merged, options or {})
     for override in overrides:
         _merge(merged, parse_override(override))
     return validate(merged, where=where)
+
+
+def _within(budget: str, base: Mapping[str, Any]) -> dict[str, Any]:
+    """What a budget changes of a recipe: everything that it sets but LOSSES that `base` names."""
+    return {
+        section: {
+            key: value
+            for key, value in settings.items()
+            if key not in LOSSES or key not in (base.get(section) or {})
+        }
+        for section, settings in budget_settings(budget).items()
+    }
 
 
 def _parse_value(text: str, field_lists: Lists) -> Any:

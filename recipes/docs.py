@@ -26,7 +26,8 @@ A recipe is one YAML file that holds a whole conversion: what the student is, wh
 the stages and what is measured. A file says only what differs from the defaults below.
 
 Precedence, lowest first: defaults, the YAML, `--budget`, `--set section.key=value` (repeatable).
-The resolved recipe is written to the run folder; a run folder accepts no other one.
+Weights of losses that a YAML names stay as they are under every budget. The resolved recipe is
+written to the run folder; a run folder accepts no other one.
 
     ltconvert recipes list
     ltconvert recipes show hybrid25 --budget demo --set logits.temperature=2

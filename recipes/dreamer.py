@@ -10,7 +10,7 @@ from ltconvert.recipes.base import Settings
 
 
 class DreamerSettings(Settings):
-    """Part of the settings of a student; all but ``kind`` are of no effect unless that says so."""
+    """Part of the settings of a student; all but ``kind`` do nothing unless that says so."""
 
     kind: Literal["lt2", "dreamer"] = Field(
         "lt2", description="family of the student: layers, or one layer of experts"

@@ -22,10 +22,11 @@ Mixer = Literal[
     "moda",
     "full",
 ]
+LINEAR: tuple[Mixer, ...] = ("gdn", "gdn_window", "kda", "deltanet", "mamba2", "retnet")
 
 
 class MixerSettings(Settings):
-    """Part of the settings of a student; a setting of a mixer that is not there is of no effect."""
+    """Part of the settings of a student; a setting of a mixer that is not there does nothing."""
 
     mixer: Mixer | list[Mixer] = Field(
         "gdn", description="mixer of the converted layers; several take turns from layer to layer"

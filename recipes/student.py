@@ -85,7 +85,9 @@ class StudentSettings(MixerSettings, DreamerSettings):
     def _dreamers_attention_is_full(self) -> Self:
         """Its one layer has no place for another mixer, a gate, or loops of its own."""
         if self.kind == "dreamer":
-            wanted = {"mixer": "full", "sdpa_gate": False, "loop_start": None}
+            wanted = {
+                "mixer": "full", "full_mixer": "full", "sdpa_gate": False, "loop_start": None,
+            }  # fmt: skip
             for name, value in wanted.items():
                 if (given := getattr(self, name)) != value:
                     raise ValueError(

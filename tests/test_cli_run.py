@@ -116,6 +116,32 @@ def test_repeated_distill_skips_all_stages(
     assert (finished / "student" / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file or folder"),
+        ("", "no document"),
+        ('{"body": "no text"}', "neither a field 'text'"),
+        ('{"text": "the only one"}', "no document"),
+        ('{"text": "short"}\n{"text": "too"}\n{"text": "a"}\n{"text": "b"}', "fewer than one row"),
+        (
+            "\n".join(['{"text": "dog"}', '{"text": "a"}', *['{"text": "house"}'] * 99, "{"]),
+            "line 10",
+        ),
+    ],
+)
+def test_a_run_refused_for_its_text_leaves_nothing_behind(
+    case: Path, tmp_path: Path, text: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "text.jsonl", tmp_path / "runs" / "one"
+    if text is not None:
+        data.write_text(text, encoding="utf-8")
+    call = words(case, "distill", "--out", str(out), "--data", str(data))
+    assert run(app, [*call, "--set", "data.heldout_share=0.4"]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.parent.exists()
+
+
 def test_another_recipe_in_the_same_folder_is_refused(
     case: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

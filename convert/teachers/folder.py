@@ -26,7 +26,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path.parent} is no model folder: {path.name} is missing") from error
+        hint = ""
+        if (path.parent / "student" / path.name).is_file():  # the folder of a run
+            hint = f"; {path.parent / 'student'} is one"
+        message = f"{path.parent} is no model folder: {path.name} is missing{hint}"
+        raise UserError(message) from error
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}): get it again") from error
     if not isinstance(content, dict):

@@ -1,5 +1,6 @@
 """Text to training rows: sources, the held-out split, tokens, packing, a saved position.
 
+- `check_local`: refuses local text that no run could start with
 - `documents`: the documents of one split, once, in the source's own order
 - `PackedStream`: endless packed rows of one split, with an exact saved position
 - `heldout_batches`: a fixed, finite list of packed rows of the held-out split
@@ -9,8 +10,18 @@
 from __future__ import annotations
 
 from ltconvert.distill.data.batch import Batch
+from ltconvert.distill.data.check import check_local
 from ltconvert.distill.data.documents import Document
 from ltconvert.distill.data.pack import PackedStream, heldout_batches
-from ltconvert.distill.data.sources import documents, open_source
+from ltconvert.distill.data.sources import documents, on_hub, open_source
 
-__all__ = ["Batch", "Document", "PackedStream", "documents", "heldout_batches", "open_source"]
+__all__ = [
+    "Batch",
+    "Document",
+    "PackedStream",
+    "check_local",
+    "documents",
+    "heldout_batches",
+    "on_hub",
+    "open_source",
+]

@@ -102,6 +102,13 @@ def open_source(settings: DataSettings, seeds: tuple[int, ...] | None = None) ->
     return ShuffledSource(files, seeds)
 
 
+def on_hub(settings: DataSettings) -> bool:
+    """Whether the source is taken for a hub id: no file or folder here, and no path by its form."""
+    name = settings.source
+    here = name == TopicsSource.name or Path(name).expanduser().exists()
+    return not here and not _looks_like_path(name)
+
+
 def documents(settings: DataSettings, split: Split) -> Iterator[str]:
     """The texts of one split, once, in the source's own order; a chat as its plain contents.
 

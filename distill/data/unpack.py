@@ -64,6 +64,11 @@ def kind_of(path: Path) -> str | None:
     return "parquet" if path.suffix.lower() == ".parquet" else None
 
 
+def is_packed(path: Path) -> bool:
+    """Whether the file is read from an unpacked copy."""
+    return path.suffix.lower() in OPENERS or kind_of(path) == "parquet"
+
+
 def plain_file(path: Path, settings: DataSettings) -> Path:
     """`path` itself when it can be read at any offset, else its unpacked copy.
 

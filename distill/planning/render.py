@@ -23,10 +23,9 @@ def render_plan(plan: Plan) -> RenderableType:
 
 def summary_lines(plan: Plan) -> list[str]:
     """What stands below the table, as plain lines."""
-    layers = len(plan.student.layers)
     lines = [
         f"Teacher: {_model(plan.teacher)}",
-        f"Student: {_model(plan.student)}, {plan.keep} of {layers} layers full",
+        f"Student: {plan.kind}, {plan.makeup}; {_model(plan.student)}",
     ]
     cost = plan.selection
     if cost is not None and cost.trained_tokens and not cost.forwards:
@@ -48,7 +47,7 @@ def summary_lines(plan: Plan) -> list[str]:
     free = f" of {gib(plan.free_disk_bytes)} free" if plan.free_disk_bytes is not None else ""
     lines.append(f"Disk: {gib(plan.disk_bytes)}{free}")
     lines.append(f"Time: about {short_time(plan.hours * 3600)}, evaluation not counted")
-    return lines
+    return lines + [f"Note: {note}" for note in plan.notes]
 
 
 def _model(model: ModelFacts) -> str:
@@ -81,7 +80,7 @@ def _pools(plan: Plan) -> Table:
 
 
 def _table(plan: Plan) -> Table:
-    table = Table(title=f"Plan of {plan.recipe}")
+    table = Table(title=f"Plan of {plan.recipe}: {plan.kind} student")
     table.add_column("stage")
     for name in ("tokens", "steps", "trained", *_PARTS, "peak", "disk", "time"):
         table.add_column(name, justify="right")

@@ -150,6 +150,27 @@ def test_factors_for_given_inputs_have_the_least_mean_square_error_there(
     torch.testing.assert_close(b @ a, matrix, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("shape", [(7, 12), (12, 7)])
+def test_a_step_of_the_factors_means_as_much_for_small_inputs_as_for_large(
+    shape: tuple[int, int],
+) -> None:
+    """All values of B moved by one step move an output by no more than |x| times that and the rank.
+
+    For rows of A of length 1 and no others, whatever x. The factors know nothing of the inputs'
+    size, then; rows that whiten inputs would grow as these get smaller.
+    """
+    matrix = torch.randn(shape, dtype=torch.float64)
+    spread = torch.logspace(0, -3, shape[1], dtype=torch.float64)
+    squares = torch.cov(spread[:, None] * torch.randn(shape[1], 60, dtype=torch.float64))
+    for read in (None, squares, 1e-8 * squares):
+        b, a = low_rank(matrix, 4, read)
+        torch.testing.assert_close(a.norm(dim=1), torch.ones(4, dtype=torch.float64))
+        if read is not None:
+            known_b, known_a = low_rank(matrix, 4, squares)
+            torch.testing.assert_close(a, known_a)
+            torch.testing.assert_close(b, known_b)
+
+
 @pytest.mark.parametrize("squares", [None, torch.eye(4).double()])
 def test_factors_of_nothing_can_learn(squares: torch.Tensor | None) -> None:
     b, a = low_rank(torch.zeros(6, 4, dtype=torch.float64), 2, squares)

@@ -16,6 +16,7 @@ from ltconvert import recipes
 from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students import depth
 from ltconvert.convert.students.depth_stream import DepthStream
+from ltconvert.convert.students.dreamer.router import Router
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import build_student
@@ -437,9 +438,67 @@ def test_table_shows_every_stage_and_what_is_free() -> None:
     made = make()
     console.print(render_plan(made))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for words in ("align", "select", "logits", "longctx", "peak", "64.0 GiB free", "2 of 8 layers"):
+    for words in ("align", "select", "logits", "longctx", "peak", "64.0 GiB free", "LT2 student"):
         assert words in text
     assert len(summary_lines(made)) == 7
+
+
+@pytest.mark.parametrize(
+    ("student", "words"),
+    [
+        ({"full_layers": 2}, "Student: LT2, gdn in 6, full in 2 of 8 layers; "),
+        ({"mixer": "moda", "full_layers": 0}, "Student: MoDA, moda in 8 of 8 layers; "),
+        (
+            {"kind": "dreamer", "mixer": "full", "slices": 2, "top_experts": 3},
+            "Student: Dreamer, one layer at 8 depths, where a token uses 2 of 8 attention "
+            "projections and 3 of 16 experts (slices of an MLP: 2); ",
+        ),
+    ],
+)
+def test_it_says_what_kind_of_student_comes_out(student: dict[str, Any], words: str) -> None:
+    made = make(sections={"student": student}, check=False)
+    assert summary_lines(made)[1].startswith(words)
+    assert made.to_dict()["kind"] == made.kind
+
+
+@pytest.mark.parametrize("name", ["top_entries", "top_experts"])
+def test_a_router_without_a_gradient_is_told(name: str) -> None:
+    student = {"kind": "dreamer", "mixer": "full", "full_layers": 1.0, "shared_size": 0}
+    assert not any("gradient" in line for line in make(sections={"student": student}).notes)
+    told = [x for x in make(sections={"student": student | {name: 1}}).notes if "gradient" in x]
+    assert len(told) == 1 and told[0].startswith(f"student.{name} 1")
+
+
+def test_a_single_score_has_no_gradient_and_two_have_one() -> None:
+    """One score over its own sum is 1, whatever it is."""
+    for top in (1, 2):
+        router = Router(8, 3, [0, 1, 2], slices=1, top=top, select_by="logits")
+        weights_NK = router(torch.randn(5, 8), 1).weights_NK
+        (weights_NK * torch.randn(5, top)).sum().backward()
+        grads = [router.keys.grad, router.depth_logits.grad]
+        assert all((grad.abs().max() > 1e-4) == (top > 1) for grad in grads)
+
+
+def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "one.txt").write_text("a single document")
+    (tmp_path / "odd.jsonl").write_text('{"body": "a"}\n')
+    for name, message in {
+        "none.jsonl": "no such file or folder",
+        "blank.txt": "no document with text",
+        "one.txt": "no document",
+        "odd.jsonl": "neither a field 'text'",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            make(sections={"data": {"source": str(tmp_path / name)}})
+    assert "not looked at" in make(sections={"data": {"source": "owner/name"}}).notes[0]
+
+
+def test_decoding_that_the_student_does_not_have_is_refused() -> None:
+    for settings in ({"exit_thresholds": [0.5]}, {"loop_cache": "last"}):
+        with pytest.raises(UserError, match="leave it out"):
+            make(sections={"eval": settings})
+    make(tiny_spec("ouro", num_loops=2), sections={"eval": {"exit_thresholds": [0.5]}})
 
 
 def test_a_recipe_that_does_not_fit_the_teacher_is_refused() -> None:

@@ -40,7 +40,7 @@ def test_a_yaml_holds_only_what_differs_from_the_defaults(name: str) -> None:
     defaults = Recipe(name=name).model_dump()
     for section, values in recipes.load(name).items():
         for key, value in values.items() if isinstance(values, dict) else ():
-            if key not in ("full_layers", "window_tokens"):
+            if key not in ("full_layers", "window_tokens", *recipes.LOSSES):
                 assert value != defaults[section][key], f"{section}.{key}"
 
 
@@ -50,6 +50,25 @@ def test_budgets_change_no_student(name: str) -> None:
     full = recipes.resolve(name)
     for budget in recipes.budgets():
         assert recipes.resolve(name, budget=budget).student == full.student
+
+
+@pytest.mark.parametrize("budget", recipes.budgets())
+@pytest.mark.parametrize("name", ["moda", "finetune"])
+def test_budgets_leave_recipes_about_cross_entropy_their_cross_entropy(
+    name: str, budget: str
+) -> None:
+    recipe = recipes.resolve(name, budget=budget)
+    for stage in (recipe.logits, recipe.longctx):
+        assert (stage.kl_weight, stage.ce_weight) == (0.5, 0.5)
+
+
+def test_what_a_recipe_says_of_its_losses_stands_under_every_budget(tmp_path: Path) -> None:
+    path = write(tmp_path, "longctx: {ce_weight: 0.25}\n")
+    resolved = recipes.resolve(path, budget="demo")
+    assert resolved.longctx.ce_weight == 0.25
+    assert resolved.longctx.kl_weight == 1.0  # which the recipe does not name
+    asked = recipes.resolve(path, budget="demo", overrides=["longctx.ce_weight=0.75"])
+    assert asked.longctx.ce_weight == 0.75
 
 
 def test_budgets_grow() -> None:

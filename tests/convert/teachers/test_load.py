@@ -192,6 +192,9 @@ def test_truncated_safetensors(keep: int, tmp_path: Path) -> None:
 
 def test_broken_or_missing_config(tmp_path: Path) -> None:
     assert "config.json is missing" in message(tmp_path)
+    (tmp_path / "run" / "student").mkdir(parents=True)
+    (tmp_path / "run" / "student" / "config.json").write_text("{}")
+    assert f"; {tmp_path / 'run' / 'student'} is one" in message(tmp_path / "run")
     (tmp_path / "config.json").write_text('{"model_type": ')
     assert "not valid JSON" in message(tmp_path)
     (tmp_path / "config.json").write_text("[1]")

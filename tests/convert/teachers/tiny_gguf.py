@@ -116,7 +116,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast) 
     writer.add_token_list([token for token, _ in vocab])
     writer.add_token_types([control if token in special else normal for token, _ in vocab])
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_token_merges([" ".join(pair) for pair in merges])
+    # Twice, which is the same merges: transformers 5.17 takes a list of one for a word.
+    writer.add_token_merges([" ".join(pair) for pair in merges] * 2)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)

@@ -1,0 +1,58 @@
+"""Settings that were given and do nothing with the student or the teacher of a recipe.
+
+A setting counts as given where it is neither the default nor what a budget says: nobody asked for
+those.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ltconvert import recipes
+from ltconvert.recipes.idle_rules import rules
+from ltconvert.recipes.keys import sections
+from ltconvert.recipes.schema import Recipe
+from ltconvert.recipes.stages import STAGES
+
+
+def idle_settings(recipe: Recipe, teacher_loops: int | None = None) -> list[str]:
+    """A line for all given settings that do nothing for one reason.
+
+    Settings of a stage that is disabled are left out: it was disabled on purpose.
+
+    Args:
+        teacher_loops: where known, settings of looped models are looked at, too.
+    """
+    lines: list[str] = []
+    told: set[str] = set()
+    budgets = [recipes.budget_settings(name) for name in recipes.budgets()]
+    for rule in rules():
+        if rule.acts(recipe, teacher_loops):
+            continue
+        idle = [key for key in rule.keys if key not in told and _given(recipe, key, budgets)]
+        told |= set(idle)
+        if idle:
+            does = "does nothing here: it needs" if len(idle) == 1 else "do nothing here: they need"
+            lines.append(f"{_listed(recipe, idle)} {does} {rule.needs}")
+    return lines
+
+
+def _listed(recipe: Recipe, keys: list[str]) -> str:
+    named = [f"{key} {json.dumps(_value(recipe, key))}" for key in keys]
+    return " and ".join(filter(None, [", ".join(named[:-1]), named[-1]]))
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)
+
+
+def _given(recipe: Recipe, key: str, budgets: list[dict[str, Any]]) -> bool:
+    section, _, name = key.partition(".")
+    if section in STAGES and not getattr(recipe, section).enabled:
+        return False
+    asked_by_none = [sections()[section].model_fields[name].get_default()]
+    said = (budget.get(section, {}) for budget in budgets)
+    asked_by_none += [settings[name] for settings in said if name in settings]
+    return _value(recipe, key) not in asked_by_none
