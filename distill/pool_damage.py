@@ -1,7 +1,7 @@
 """How much of a Dreamer each entry of its pools is worth: the KL that doing without it costs.
 
 What an entry adds to the stream says little of it: the first layer's attention adds almost nothing
-and is worth most. Doing without one means that tokens which would choose it choose the next best.
+and is worth most. Doing without one is what ``dreamer.shrink`` makes of it: a null in its place.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ltconvert.convert.students.dreamer.router import Router
+from ltconvert.convert.students.dreamer.shrink import nulls_in_place_of
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.scores import last_hidden
 from ltconvert.distill.precision import autocast
 from ltconvert.distill.selection.compare import kl_sums
 
-_NEVER = -1e4  # as balancing bias: no logit makes up for it
+_NEVER = -1e4  # as a logit: no key makes up for it
 
 
 @torch.no_grad()
@@ -39,7 +40,7 @@ def pool_damage(
         router: the model's own, of either pool; routing is learned wholly.
         done: called after each entry of a batch.
     """
-    sums, tokens = [0.0] * len(router.balance), 0
+    sums, tokens = [0.0] * router.experts, 0
     for batch in batches:
         batch = batch.to(model.device)
         with autocast(model.device, precision):
@@ -56,10 +57,15 @@ def pool_damage(
 
 @contextmanager
 def _without(router: Router, entry: int) -> Iterator[None]:
-    """Nobody chooses the entry."""
-    kept = router.balance[entry].clone()
-    router.balance[entry] = _NEVER
+    """Nobody chooses the entry; a null stands in for it."""
+    kept = router.keys, router.depth_logits
+    keys_ZC, logits_DZ = nulls_in_place_of(router, [entry])
+    logits_DE = kept[1][:, : router.experts].clone()
+    logits_DE[:, entry] = _NEVER
+    keys_XC = torch.cat([kept[0][: router.experts], keys_ZC])
+    router.keys = nn.Parameter(keys_XC, requires_grad=False)
+    router.depth_logits = nn.Parameter(torch.cat([logits_DE, logits_DZ], 1), requires_grad=False)
     try:
         yield
     finally:
-        router.balance[entry] = kept
+        router.keys, router.depth_logits = kept

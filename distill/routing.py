@@ -21,7 +21,8 @@ class Release:
     The share r goes from 0, the teacher's layers in their order, to 1, what the routers choose,
     steadily over ``share`` of the steps. After each step an expert's bias moves by ``rate``: up if
     it was chosen less often than the mean, down if more often (arXiv 2412.19437, section 2.1.2).
-    Loads are counted over all depths, since one pool serves them all.
+    Loads are counted over all depths, since one pool serves them all; nulls have neither bias nor
+    load.
 
     Args:
         share: of the steps; 0 for r = 1 at once.
@@ -67,10 +68,10 @@ class Release:
 
 
 def loads(routes: Routes, keep_BT: Tensor | None, experts: int) -> Tensor:
-    """How often each expert [E] was chosen by tokens that are no padding."""
-    chosen_NK = routes.chosen_NK
+    """How often each expert [E] was chosen by tokens that are no padding; nulls do not count."""
+    chosen_NK = routes.chosen_NK.clamp(max=experts)
     counted = chosen_NK.new_ones(chosen_NK.shape, dtype=torch.float32)
     if keep_BT is not None:
         counted = counted * keep_BT.flatten()[:, None]
-    empty_E = counted.new_zeros(experts)
-    return empty_E.scatter_add(0, chosen_NK.flatten(), counted.flatten())
+    empty = counted.new_zeros(experts + 1)  # the last one's are all nulls'
+    return empty.scatter_add(0, chosen_NK.flatten(), counted.flatten())[:experts]

@@ -47,8 +47,10 @@ def pool_usage(
             found = _run(model, batch) or _forced(model, batch)
         for depth, routes in enumerate(found):
             for name, of_pool in zip(POOLS, routes, strict=True):
-                effects_NK = of_pool.weights_NK * shares[name][depth][:, None]
-                usages[name].add(depth, of_pool.chosen_NK[keep_N], effects_NK[keep_N])
+                adds_N = shares[name][depth][keep_N]
+                usages[name].add(
+                    depth, of_pool.chosen_NK[keep_N], of_pool.weights_NK[keep_N], adds_N
+                )
     return usages
 
 

@@ -4,6 +4,9 @@ A Dreamer student (arXiv 2601.21582) runs one layer at D depths, and at every de
 chooses K of the E entries of a pool. A choice counts here as *use* of an entry at a depth when at
 least ``LEAST_SHARE`` of that depth's tokens make it: over enough text everything is chosen once.
 
+Nulls, which stand in for entries that left the pool, are no entries: what they take of the weights
+is counted by itself.
+
 D depths, N tokens, K choices, E entries.
 """
 
@@ -25,28 +28,40 @@ class Usage:
 
     Attributes:
         chosen_DE: how many tokens chose an entry at a depth.
-        effect_DE: what it did for them, summed: its routing weight, times what the branch added to
+        effect_DE: what it did for them, summed: its routing weight beside other entries, times what the branch added to
             the token's stream, as a share of the stream's length.
+        null_D: what nulls had of the tokens' weights, summed over tokens of 1 each.
         tokens: how many tokens there were at each depth.
     """
 
     chosen_DE: Tensor
     effect_DE: Tensor
+    null_D: Tensor
     tokens: int = 0
 
     @classmethod
     def empty(cls, depths: int, entries: int) -> Usage:
         """Nothing counted yet."""
         zeros = torch.zeros(depths, entries, dtype=torch.float64)
-        return cls(zeros, zeros.clone())
+        return cls(zeros, zeros.clone(), zeros[:, 0].clone())
 
-    def add(self, depth: int, ids_NK: Tensor, effects_NK: Tensor) -> None:
-        """Count the choices of some tokens at one depth; the first depth counts the tokens."""
+    def add(self, depth: int, ids_NK: Tensor, weights_NK: Tensor, adds_N: Tensor) -> None:
+        """Count the choices of some tokens at one depth; the first depth counts the tokens.
+
+        Args:
+            ids_NK: entries, and from E on nulls.
+            weights_NK: of routing.
+            adds_N: what the branch added to each token's stream, as a share of its length.
+        """
         entries = self.chosen_DE.shape[1]
-        ids = ids_NK.flatten().cpu()
-        effects = effects_NK.detach().flatten().double().cpu()
-        self.chosen_DE[depth] += torch.bincount(ids, minlength=entries)
-        self.effect_DE[depth] += torch.bincount(ids, effects, minlength=entries)
+        ids, weights = ids_NK.cpu(), weights_NK.detach().double().cpu()
+        is_null, total_N1 = ids >= entries, weights.sum(-1, keepdim=True)
+        self.null_D[depth] += (weights * is_null / total_N1).sum()
+        weights = weights.masked_fill(is_null, 0.0)
+        shares = weights * (total_N1 / weights.sum(-1, keepdim=True).clamp(min=1e-12))
+        effects, real = shares * adds_N.cpu()[:, None], ~is_null
+        self.chosen_DE[depth] += torch.bincount(ids[real], minlength=entries)
+        self.effect_DE[depth] += torch.bincount(ids[real], effects[real], minlength=entries)
         self.tokens += len(ids_NK) if depth == 0 else 0
 
     @property
@@ -89,4 +104,5 @@ class Usage:
             "least_share": LEAST_SHARE,
             "imbalance": self.imbalance(),
             "load": (self.chosen_DE / max(self.tokens, 1)).tolist(),
+            "null": (self.null_D / max(self.tokens, 1)).tolist(),
         }

@@ -109,7 +109,7 @@ class DreamerShape:
         entry, expert, rest = _entry(spec), _expert(spec, dreamer.slices), _rest(spec, dreamer)
         pools = dreamer.entries * entry + dreamer.experts * expert
         # A logit a depth and entry, a share a depth: added, not multiplied by.
-        beside = depths * (dreamer.entries + dreamer.experts + dreamer.stream_norm)
+        beside = depths * (_routed(dreamer) + dreamer.stream_norm)
         head = spec.vocab_size * spec.hidden_size
         outside = (1 if spec.tie_word_embeddings else 2) * head + spec.hidden_size
         outside += spec.hidden_size + 1 if spec.exit_gate else 0
@@ -170,10 +170,15 @@ def _expert(spec: TeacherSpec, slices: int) -> int:
     return size + (2 * inner + spec.hidden_size) * spec.mlp_bias
 
 
+def _routed(dreamer: DreamerConfig) -> int:
+    """What routers choose from."""
+    return dreamer.entries + dreamer.experts + dreamer.null_entries + dreamer.null_experts
+
+
 def _rest(spec: TeacherSpec, dreamer: DreamerConfig) -> int:
     """What every visit multiplies by: routers' keys, depth attention, the shared expert."""
     width = spec.hidden_size
-    keys = (dreamer.entries + dreamer.experts) * width
+    keys = _routed(dreamer) * width
     depth_width = dreamer.depth_heads * spec.head_dim
     depth = 4 * width * depth_width + width if dreamer.depth_heads else 0
     return keys + depth + 3 * width * dreamer.shared_size

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ltconvert.convert.dropping import count_dropped, shortened_spec
 from ltconvert.convert.inspect import LayerFacts, ModelFacts, model_facts
 from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.dreamer.config import DreamerConfig
-from ltconvert.convert.students.dreamer.shrink import pool_sizes
+from ltconvert.convert.students.dreamer.shrink import config_after
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import origin_spec, student_options
 from ltconvert.distill.selection.ranking import count_full_layers, listed_layers
 from ltconvert.distill.selection.simple import uniform_layers
 from ltconvert.recipes.schema import Recipe
+from ltconvert.recipes.student import StudentSettings
 
 
 @dataclass(frozen=True)
@@ -107,20 +107,19 @@ def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
         ties=student.loop_start is not None,
         linear=facts(listed),
         hybrid=facts(kept),
-        pools=_pools(spec, options, student.pool_schedule if student.shrinks else []),
+        pools=_pools(spec, options, student) if student.shrinks else (),
     )
 
 
 def _pools(
-    spec: TeacherSpec, options: dict[str, Any], shares: Sequence[float]
+    spec: TeacherSpec, options: dict[str, Any], student: StudentSettings
 ) -> tuple[PoolFacts, ...]:
     """What is left of a Dreamer at each share."""
-    found = []
-    for share in shares:
-        entries, experts = pool_sizes(DreamerConfig(**options["dreamer"]), spec.num_layers, share)
-        sizes = {"entries": entries, "experts": experts}
-        config = LT2Config.from_spec(spec, **options | {"dreamer": options["dreamer"] | sizes})
-        found.append(PoolFacts(share, entries, experts, model_facts(config)))
+    found, start = [], DreamerConfig(**options["dreamer"])
+    for share in student.pool_schedule:
+        left = config_after(start, spec.num_layers, share, student.pool_cut)
+        config = LT2Config.from_spec(spec, **options | {"dreamer": asdict(left)})
+        found.append(PoolFacts(share, left.entries, left.experts, model_facts(config)))
     return tuple(found)
 
 

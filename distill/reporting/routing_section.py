@@ -65,7 +65,7 @@ def _depths(rows: list[dict[str, float]], trained: int) -> Table:
 def _by_depth(pools: dict[str, dict[str, Any]]) -> Table:
     headers = ["depth"]
     for name in pools:
-        headers += [f"{name}: entries used", f"{name}: as diverse as"]
+        headers += [f"{name}: entries used", f"{name}: as diverse as", f"{name}: nothing"]
     depths = len(next(iter(pools.values()))["distinct"])
     rows = [
         [
@@ -76,6 +76,7 @@ def _by_depth(pools: dict[str, dict[str, Any]]) -> Table:
                 for cell in (
                     str(usage["distinct"][depth]),
                     number(usage["effective"][depth], digits=1),
+                    percent(usage["null"][depth]),
                 )
             ),
         ]
@@ -83,6 +84,7 @@ def _by_depth(pools: dict[str, dict[str, Any]]) -> Table:
     ]
     caption = (
         "As diverse as so many entries that are chosen equally often: the exponential of the "
-        "entropy of a depth's choices."
+        "entropy of a depth's choices. Nothing: the part of the weights that goes to nulls, which "
+        "stand in for entries that left the pool; where it is all, the depth goes without."
     )
     return Table(headers, rows, caption)

@@ -1,5 +1,8 @@
 """Rows of a mixture of experts: tokens to places sorted by expert, and back, weighed and added up.
 
+A choice whose place is negative has no row: nothing is copied for it and nothing added. So there are
+rows that nobody writes; whatever lies there, NaN too, reaches neither sums nor gradients.
+
 Each is the other's backward. No sum depends on the order of threads, and nothing makes the host
 wait for a GPU.
 
@@ -17,7 +20,7 @@ def permute(x_NC: Tensor, place_NK: Tensor) -> Tensor:
     """Copy token n to the rows ``place_NK[n]``: [M, C] in x's dtype.
 
     Args:
-        place_NK: all numbers below M, each once.
+        place_NK: numbers below M, each at most once, or negative for no row.
 
     Raises:
         ValueError: places that do not belong to these tokens.

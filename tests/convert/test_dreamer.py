@@ -119,15 +119,18 @@ def norm(x: Tensor, eps: float, gain: Tensor | float = 1.0) -> Tensor:
 def shares(
     router: Router, h: Tensor, depth: int, layer: int, release: float
 ) -> tuple[Tensor, Tensor]:
-    """Weight of every expert for one token, and the highest score chosen."""
+    """Weight of every expert, nulls left out, for one token, and the highest score chosen."""
+    experts = len(router.balance)
     logits = router.keys @ h + router.depth_logits[depth]
     ranked = logits if router.select_by == "logits" else torch.sigmoid(logits)
-    chosen = sorted(range(len(logits)), key=lambda e: -float(ranked[e] + router.balance[e]))
+    plain = sorted(range(len(logits)), key=lambda e: -float(ranked[e]))
+    nulls = [e for e in plain[: router.top] if e >= experts]
+    chosen = sorted(range(experts), key=lambda e: -float(ranked[e] + router.balance[e]))
     scores = torch.zeros_like(logits)
-    for expert in chosen[: router.top]:
+    for expert in nulls + chosen[: router.top - len(nulls)]:
         scores[expert] = torch.sigmoid(logits[expert])
-    learned = router.slices * scores / scores.sum()
-    own = torch.zeros_like(logits)
+    learned = (router.slices * scores / scores.sum())[:experts]
+    own = torch.zeros_like(learned)
     own[layer * router.slices : (layer + 1) * router.slices] = 1.0
     return (1 - release) * own + release * learned, scores.max()
 
@@ -185,16 +188,17 @@ class ByDefinition:
     def joined(self, h: Tensor, y: Tensor, weights: Tensor, pool: Any) -> Tensor:
         if self.spec.norm_layout == "pre":
             return h + y
-        gain = weights @ (pool.post_norm.weight + self.offset) / weights.sum()
+        weights = weights / pool.total
+        gain = weights @ (pool.post_norm.weight + self.offset)
         if self.spec.norm_layout == "outer":
-            return norm(h + y, self.eps, gain)
+            return norm(h + y, self.eps, gain) + (1 - weights.sum()) * h
         return h + norm(y, self.eps, gain)
 
     def after_attention(self, h: Tensor, depth: int, layer: int) -> Tensor:
         pool, router = self.layer.attention, self.layer.attention_router
         mixes = [shares(router, norm(x, self.eps), depth, layer, self.release)[0] for x in h]
         tokens_qkv = [
-            self.projected(self.branch_input(x), mix, layer, t)
+            self.projected(self.branch_input(x), mix / mix.sum().clamp(min=1e-30), layer, t)
             for t, (x, mix) in enumerate(zip(h, mixes, strict=True))
         ]
         after = []
@@ -260,6 +264,10 @@ class ByDefinition:
         ("gemma3", 1, 1.0, {"top_entries": 1, "top_experts": 1}),
         ("ouro", 3, 0.4, {}),
         ("outer", 1, 0.4, {"slices": 2}),
+        ("outer", 1, 1.0, {"slices": 2, "null_entries": 1, "null_experts": 2}),
+        ("qwen2", 1, 1.0, {"slices": 2, "null_entries": 1, "null_experts": 2}),
+        ("gemma2", 1, 1.0, {"slices": 2, "null_entries": 1, "null_experts": 1}),
+        ("gemma3", 1, 1.0, {"top_entries": 1, "null_entries": 1, "null_experts": 1}),
     ],
 )
 def test_it_is_what_its_formulas_say(
@@ -378,6 +386,20 @@ def test_the_balancing_bias_enters_the_choice_alone() -> None:
     scores = torch.tensor([start_logits([0, 1], 5, 1)[0][e] for e in (4, 0)]).sigmoid()
     torch.testing.assert_close(after.weights_NK[0], scores / scores.sum())
     torch.testing.assert_close(after.top_N, before.top_N)
+
+
+@pytest.mark.parametrize("select_by", ["logits", "scores"])
+def test_balancing_is_among_experts_alone(select_by: Any) -> None:
+    router = Router(4, 4, [0, 1], slices=1, top=3, select_by=select_by, nulls=2)
+    h_NC = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    router.depth_logits.data[0] = torch.tensor([1.0, 0.5, 0.0, -1.0, 0.75, -2.0])
+    assert router(h_NC, 0).chosen_NK.sort().values.tolist() == [[0, 1, 4]] * 3
+    router.balance.copy_(torch.tensor([-9.0, -9.0, 9.0, 9.0]))
+    found = router(h_NC, 0)
+    assert found.chosen_NK.sort().values.tolist() == [[2, 3, 4]] * 3
+    torch.testing.assert_close(found.top_N, torch.full((3,), 0.75).sigmoid())
+    router.balance.fill_(-9.0)
+    assert router(h_NC, 0).chosen_NK.sort().values.tolist() == [[0, 1, 4]] * 3
 
 
 def test_half_of_the_frequencies_count_the_depths_that_are_left() -> None:

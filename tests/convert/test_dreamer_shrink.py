@@ -7,15 +7,30 @@ from pathlib import Path
 import pytest
 import torch
 from dreamer_case import released
-from helpers import tokens
+from helpers import FAMILIES, tiny_model, tiny_spec, tokens
 
 from ltconvert.convert.checkpoint import load_student, save_student
-from ltconvert.convert.students.dreamer.shrink import Cut, choose, likeness, shrink
+from ltconvert.convert.dropping import drop_layers
+from ltconvert.convert.students.dreamer.router import Router
+from ltconvert.convert.students.dreamer.shrink import (
+    Cut,
+    choose,
+    likeness,
+    nulls_in_place_of,
+    shrink,
+)
+from ltconvert.convert.transfer import build_student
 from ltconvert.errors import UserError
 
 
 def whole(size: int) -> Cut:
     return Cut(tuple((i,) for i in range(size)), ((1.0,),) * size)
+
+
+def without(layers: list[int], count: int, slices: int) -> Cut:
+    """What is left when all entries of some layers leave."""
+    stay = [(i,) for i in range(count * slices) if i // slices not in layers]
+    return Cut(tuple(stay), ((1.0,),) * len(stay))
 
 
 def test_the_least_used_leave() -> None:
@@ -46,9 +61,9 @@ def test_likeness_is_the_cosine_of_all_parameters() -> None:
 def test_what_nobody_chooses_can_leave() -> None:
     student, ids = released(), tokens(2, 9)
     layer = student.model.dreamer
-    for router in (layer.attention_router, layer.expert_router):
-        router.balance[1] = -1e4
     with torch.no_grad():
+        for router in (layer.attention_router, layer.expert_router):
+            router.depth_logits[:, 1] = -1e4
         before = student(ids).logits
         cut = Cut(((0,), (2,)), ((1.0,), (1.0,)))
         shrink(student, cut, cut)
@@ -90,9 +105,68 @@ def test_a_merged_entry_is_the_mean_and_as_welcome_as_its_parts() -> None:
     assert torch.equal(layer.expert_router.depth_logits[:, 0], depth[:, [0, 2]].amax(1))
 
 
-def test_a_shrunken_student_is_saved_and_decodes(tmp_path: Path) -> None:
-    student, ids = released(slices=2), tokens(1, 9)
-    shrink(student, Cut(((0,), (2,)), ((1.0,),) * 2), choose(torch.rand(3, 6), torch.eye(6), 4))
+@pytest.mark.parametrize("family", [*FAMILIES, "huginn"])
+@pytest.mark.parametrize("slices", [1, 4])
+def test_a_depth_whose_entries_left_is_a_layer_that_was_dropped(family: str, slices: int) -> None:
+    """Where as many are chosen as a layer has, nulls are all that is chosen there."""
+    teacher, ids = tiny_model(tiny_spec(family)), tokens(2, 9)
+    layers, gone = teacher.config.num_layers, 2 if family == "huginn" else 1  # not all of its core
+    sizes = {"top_entries": 1, "top_experts": slices, "slices": slices, "shared_size": 16}
+    pools = {"entries": layers, "experts": layers * slices}
+    with torch.random.fork_rng():
+        student = build_student(teacher, ["full"] * layers, {"dreamer": sizes | pools})
+    config = student.model.dreamer.config
+    assert config.null_entries == config.null_experts == 0
+    student.model.dreamer.set_release(1.0)
+    shrink(student, *(without([gone], layers, size) for size in (1, slices)))
+    assert student.config.dreamer["null_experts"] == slices
+    with torch.no_grad():
+        wanted = drop_layers(teacher, [gone])(ids).logits
+        torch.testing.assert_close(student(ids).logits, wanted, atol=1e-4, rtol=0)
+
+
+def test_a_depth_without_a_slice_keeps_the_others_at_their_weight() -> None:
+    student = released(slices=2, depth_heads=0, shared_size=0)
+    layer = student.model.dreamer
+    layer.expert_router.keys.data.zero_()
+    layer.expert_router.top = 2
+    shrink(student, whole(3), Cut(((0,), (1,), (2,), (4,)), ((1.0,),) * 4))  # 3 and 5 leave
+    h_NC = torch.randn(5, layer.spec.hidden_size)
+    for depth, (own, null) in enumerate(((None, 0.0), (2, 1.0), (3, 1.0))):
+        routes = layer.expert_router(h_NC, depth)
+        torch.testing.assert_close(routes.weights_NK.sum(-1), torch.full((5,), 2.0))
+        of_nulls = routes.weights_NK * (routes.chosen_NK >= 4)
+        torch.testing.assert_close(of_nulls.sum(-1), torch.full((5,), null))
+        assert own is None or bool((routes.chosen_NK == own).any(-1).all())
+
+
+def test_a_null_takes_the_logits_of_what_left_where_they_are_higher() -> None:
+    router = Router(4, 5, [0, 1, 2], slices=2, top=2, select_by="logits")
+    with torch.no_grad():
+        router.keys.normal_()
+        router.depth_logits.copy_(torch.arange(15.0).view(3, 5).flip(0))
+        router.depth_logits[1] *= -1
+        keys, logits = nulls_in_place_of(router, [0, 3])
+        assert not keys.any() and torch.equal(logits, router.depth_logits[:, [0, 3]])
+        keys, logits = nulls_in_place_of(router, [0, 3, 4])
+    assert logits.tolist() == [[14.0, 13.0], [-5.0, -8.0], [4.0, 3.0]]
+
+
+def test_nulls_learn_and_nothing_is_lost_to_them() -> None:
+    student, ids = released("qwen2", slices=2), tokens(2, 11)
+    shrink(student, without([1], 3, 1), without([1], 3, 2))
+    student.double()(ids, labels=ids).loss.backward()
+    layer = student.model.dreamer
+    for router in (layer.attention_router, layer.expert_router):
+        for gradient in (router.keys.grad[router.experts :], router.depth_logits.grad[:, -1]):
+            assert bool(gradient.any())
+    assert all(bool(p.grad.isfinite().all()) for p in student.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2", "huginn"])
+def test_a_shrunken_student_is_saved_and_decodes(tmp_path: Path, family: str) -> None:
+    student, ids = released(family, slices=2), tokens(1, 9)
+    shrink(student, without([1], 3, 1), choose(torch.rand(3, 6), torch.eye(6), 4))
     save_student(student, None, tmp_path, {})
     loaded = load_student(tmp_path)
     with torch.no_grad():
@@ -100,7 +174,11 @@ def test_a_shrunken_student_is_saved_and_decodes(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(ids).logits, wanted)
         cache = loaded.new_cache()
         steps = [loaded(ids[:, t : t + 1], cache=cache).logits for t in range(9)]
-    torch.testing.assert_close(torch.cat(steps, dim=1), wanted, atol=1e-5, rtol=1e-5)
+        packed = student(
+            torch.cat([ids, ids], dim=1), segment_ids=torch.tensor([[0] * 9 + [1] * 9])
+        ).logits
+    torch.testing.assert_close(torch.cat(steps, dim=1), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(packed[:, 9:], wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_mistakes_are_refused() -> None:

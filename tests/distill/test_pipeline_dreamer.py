@@ -93,10 +93,11 @@ def test_biases_move_once_a_step_against_the_load_error() -> None:
     assert not router.load.any()
 
 
-def test_padding_is_no_load() -> None:
+def test_padding_is_no_load_and_nulls_have_none() -> None:
     routes = Routes(torch.tensor([[0, 1], [0, 2], [3, 0]]), torch.ones(3, 2), torch.ones(3))
     keep_BT = torch.tensor([[True, False, True]])
     assert loads(routes, keep_BT, 5).tolist() == [2.0, 1.0, 0.0, 1.0, 0.0]
+    assert loads(routes, keep_BT, 2).tolist() == [2.0, 1.0]
 
 
 def test_a_checkpoint_holds_loads_and_biases(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ def test_every_step_has_a_row_with_the_parameters_of_its_model() -> None:
     assert [(pool.entries, pool.experts) for pool in made.pools] == [(3, 6), (2, 4), (1, 2)]
     for pool in made.pools:
         sizes = {"entries": pool.entries, "experts": pool.experts, "slices": 2, "top_entries": 1}
+        if pool.entries < 3:
+            sizes |= {"null_entries": 1, "null_experts": 2}
         model = LT2ForCausalLM(LT2Config.from_spec(tiny_spec(), dreamer=sizes))
         held = {p.data_ptr(): p.numel() for p in model.parameters()}
         assert pool.footprint.parameters == sum(held.values())

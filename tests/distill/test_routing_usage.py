@@ -15,11 +15,12 @@ from ltconvert.distill.report import build_report
 
 
 def counted(choices: list[list[list[int]]], entries: int) -> Usage:
-    """Of choices by depth, token and place, all with weight 1/K."""
+    """Of choices by depth, token and place, all with weight 1/K; branches add as much as is there."""
     usage = Usage.empty(len(choices), entries)
     for depth, ids in enumerate(choices):
         ids_NK = torch.tensor(ids)
-        usage.add(depth, ids_NK, torch.full(ids_NK.shape, 1 / ids_NK.shape[1]))
+        weights_NK = torch.full(ids_NK.shape, 1 / ids_NK.shape[1])
+        usage.add(depth, ids_NK, weights_NK, torch.ones(len(ids_NK)))
     return usage
 
 
@@ -55,10 +56,18 @@ def test_a_choice_of_few_tokens_is_no_use() -> None:
     assert usage.depths_E() == [2, 1]
 
 
+def test_nulls_are_no_entries() -> None:
+    usage = counted([[[0, 2], [1, 0]], [[2, 3], [2, 3]]], 2)
+    assert usage.chosen_DE.tolist() == [[2, 1], [0, 0]]
+    assert usage.effect_DE.tolist() == [[1.5, 0.5], [0, 0]]  # the first token's is entry 0's alone
+    assert usage.to_dict()["null"] == [0.25, 1.0]
+    assert usage.distinct_D() == [2, 0]
+
+
 def test_batches_add_up() -> None:
     whole, parts = counted([[[0], [1], [1]]], 2), Usage.empty(1, 2)
     for ids in ([[0]], [[1], [1]]):
-        parts.add(0, torch.tensor(ids), torch.ones(len(ids), 1))
+        parts.add(0, torch.tensor(ids), torch.ones(len(ids), 1), torch.ones(len(ids)))
     assert parts.tokens == 3
     assert torch.equal(parts.chosen_DE, whole.chosen_DE)
 
@@ -73,6 +82,6 @@ def test_the_report_shows_it(tmp_path: Path) -> None:
     build_report(tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "| experts | 3 | 1 | 66.7 % | 1.50 |" in text
-    assert "| 13 | 1 | 1.0 |" in text
+    assert "| 13 | 1 | 1.0 | 0.0 % |" in text
     assert "| 7 | 0.5000 | 20.00 |" in text
     assert (tmp_path / "report_plots/depth_attention.png").stat().st_size > 1000

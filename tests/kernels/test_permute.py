@@ -43,6 +43,22 @@ def inputs(tokens: int, choices: int, channels: int, dtype: torch.dtype) -> dict
     }
 
 
+def without_some(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every third choice has no place; what lies in those rows is no number."""
+    place = given["place"].clone()
+    place.view(-1)[::3] = -1
+    nobody = torch.ones(len(given["y"]), dtype=torch.bool, device=DEVICE)
+    nobody[place[place >= 0]] = False
+    lost = {name: given[name].masked_fill(nobody[:, None], torch.nan) for name in ("y", "dx")}
+    return {**given, **lost, "place": place}
+
+
+def placed_rows(found: dict[str, Tensor], place: Tensor) -> dict[str, Tensor]:
+    """The same without what lies in rows that nobody has."""
+    rows = place[place >= 0]
+    return {n: x[rows] if n in ("permuted", "y gradient") else x for n, x in found.items()}
+
+
 def results(given: dict[str, Tensor], by: str) -> dict[str, Tensor]:
     """Values and gradients, by a backend or, for "definition", by a one-hot matrix in fp64."""
     x, y, weight, dx, dy = (
@@ -78,6 +94,18 @@ def test_values_and_gradients(shape: tuple[int, int, int], dtype: torch.dtype) -
     found = results(given, "triton") if KERNELS else plain
     check(judge(truth, plain, found, dtype))
     assert found["together"].dtype == dtype and found["weight gradient"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:4])
+def test_choices_without_a_place_meet_nothing(shape: tuple[int, int, int]) -> None:
+    given = without_some(inputs(*shape, DTYPES[-1]))
+    clean = {n: x.nan_to_num() for n, x in given.items()}
+    backend = "triton" if KERNELS else "reference"
+    truth, plain, found = (
+        placed_rows(results(values, by), given["place"])
+        for values, by in ((clean, "definition"), (given, "reference"), (given, backend))
+    )
+    check(judge(truth, plain, found, DTYPES[-1]))
 
 
 def test_rows_that_are_not_contiguous() -> None:

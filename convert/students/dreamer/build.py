@@ -53,7 +53,7 @@ def dreamer_options(spec: TeacherSpec, settings: Mapping[str, Any]) -> dict[str,
             f"MLPs are {spec.intermediate_size} wide, which student.slices {slices} does not divide"
         )
     pools = {"entries": spec.num_layers, "experts": spec.num_layers * slices}
-    names = (f.name for f in fields(DreamerConfig) if f.name not in pools)
+    names = (f.name for f in fields(DreamerConfig) if f.name in settings)
     return asdict(DreamerConfig(**pools, **{name: settings[name] for name in names}))
 
 

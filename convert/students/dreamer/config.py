@@ -18,12 +18,13 @@ class DreamerConfig:
         entries: of the pool of attention projections; the teacher's layers at first.
         experts: of the pool of MLPs; the teacher's layers times ``slices`` at first.
         slices: experts that one MLP of the teacher is cut into, along its width.
-        top_entries, top_experts: how many of either a token uses at a depth.
+        top_entries, top_experts: how many of either a token uses at a depth, nulls among them.
         depth_heads: heads of depth attention; 0 for none.
         shared_size: width of the expert that is always on; 0 for none.
         parallel: depth attention stands beside sequence attention, not before it.
         stream_norm: a learned share of the residual stream is normed after each depth.
         select_by: the balancing bias is added to logits (as published) or to their sigmoids.
+        null_entries, null_experts: of either pool's router, see ``Router``; 0 until entries leave.
     """
 
     entries: int
@@ -36,6 +37,8 @@ class DreamerConfig:
     parallel: bool = False
     stream_norm: bool = False
     select_by: SelectBy = "logits"
+    null_entries: int = 0
+    null_experts: int = 0
 
     def __post_init__(self) -> None:
         for used, pool in (("top_entries", self.entries), ("top_experts", self.experts)):

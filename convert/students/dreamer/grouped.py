@@ -3,7 +3,11 @@
 Nothing here makes the host wait for a GPU. Rows go to their places and back by
 ``kernels.permute``.
 
-N tokens, K experts a token, M = N K rows, E experts, I input and O output channels.
+There are as many rows as choices, those of nulls (numbers from E on) too, since what depends on a
+choice can be no size. But a null's choice has no place: the rows behind the last expert's are not
+multiplied, hold anything at all, and nothing reads them.
+
+N tokens, K choices a token, M = N K rows, E experts, I input and O output channels.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ class Grouping(NamedTuple):
     """Rows in the order of their experts.
 
     Attributes:
-        place_NK: for each choice its place among the sorted rows.
-        expert_M: of each sorted row.
+        place_NK: for each choice its place among the sorted rows; -1 of a null.
+        expert_M: of each sorted row; E of those that are nobody's.
         ends_E: where the rows of each expert end, int32.
     """
 
@@ -36,7 +40,8 @@ def group(chosen_NK: Tensor, experts: int) -> Grouping:
     ends_E = torch.searchsorted(
         expert_M, torch.arange(experts, device=expert_M.device), right=True
     ).int()
-    return Grouping(place_M.view_as(chosen_NK), expert_M, ends_E)
+    place_NK = place_M.view_as(chosen_NK).masked_fill(chosen_NK >= experts, -1)
+    return Grouping(place_NK, expert_M.clamp(max=experts), ends_E)
 
 
 def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, grouping: Grouping) -> Tensor:
@@ -52,7 +57,8 @@ def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, grouping: Grouping) -> Tens
     ends = grouping.ends_E.tolist()
     weights = weight_EOI.unbind()
     spans = zip([0, *ends], ends, weights, strict=False)
-    return torch.cat([x_MI[a:b] @ weight_OI.mT for a, b, weight_OI in spans])
+    products = [x_MI[a:b] @ weight_OI.mT for a, b, weight_OI in spans]
+    return torch.cat([*products, x_MI.new_zeros(len(x_MI) - ends[-1], weight_EOI.shape[1])])
 
 
 def _has_kernel(weight_EOI: Tensor) -> bool:

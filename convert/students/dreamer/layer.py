@@ -93,12 +93,12 @@ class DreamerLayer(nn.Module):
         self.attention = AttentionPool(spec, config.entries)
         self.attention_router = Router(
             width, config.entries, layers, slices=1, top=config.top_entries,
-            select_by=config.select_by,
+            select_by=config.select_by, nulls=config.null_entries,
         )  # fmt: skip
         self.experts = ExpertPool(spec, config.experts, config.slices)
         self.expert_router = Router(
             width, config.experts, layers, slices=config.slices, top=config.top_experts,
-            select_by=config.select_by,
+            select_by=config.select_by, nulls=config.null_experts,
         )  # fmt: skip
         self.shared = SharedExpert(spec, config.shared_size) if config.shared_size else None
         self.normed_share = nn.Parameter(torch.zeros(depths)) if config.stream_norm else None
@@ -186,8 +186,10 @@ class DreamerLayer(nn.Module):
             own = OwnRows(visit.layer, router.slices, visit.stacks)
         if visit.learned:
             assert routes is not None
-            grouping = grouped.group(routes.chosen_NK, len(router.balance))
-            chosen = ChosenRows(routes.chosen_NK, routes.weights_NK, grouping, visit.stacks)
+            grouping = grouped.group(routes.chosen_NK, router.experts)
+            chosen = ChosenRows(
+                routes.chosen_NK, routes.weights_NK, grouping, visit.stacks, router.nulls
+            )
         return Mixture(own, chosen, visit.release)
 
 

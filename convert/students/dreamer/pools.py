@@ -3,6 +3,8 @@
 What differs from layer to layer belongs to the experts: matrices and biases, whose outputs are
 mixed, and gains of norms. Gains of a norm in front of matrices are multiplied into these, so that
 all experts read the same; a norm behind a mixture norms the mixture, with the mixture of the gains.
+What nulls have of a token's weights, they take from what the branch adds, never from its queries and
+keys: a branch that is all null is a branch that is left out, in every layout of norms.
 Windows and positions belong to the depth: a key has one position for all who read it, and a cache
 slot one length.
 
@@ -40,13 +42,21 @@ class Pool(nn.Module):
         self.post_norm = Gains(experts, spec.hidden_size, spec.norm_offset) if behind else None
 
     def joined(self, h_BTC: Tensor, y_BTC: Tensor, mixture: Mixture) -> Tensor:
-        """The stream with a branch's output, [B, T, C]."""
+        """The stream with a branch's output, [B, T, C].
+
+        Gains of nulls are 0. Where the stream itself is normed, nulls let their share of it pass.
+        """
         if self.post_norm is None:
             return h_BTC + y_BTC
         outer = self.spec.norm_layout == "outer"
         x_NC = (h_BTC + y_BTC if outer else y_BTC).flatten(0, 1)
         x_NC = normed(x_NC, self.post_norm, mixture, self.spec.rms_norm_eps, self.total)
-        return x_NC.view_as(h_BTC) if outer else h_BTC + x_NC.view_as(h_BTC)
+        if not outer:
+            return h_BTC + x_NC.view_as(h_BTC)
+        if mixture.chosen is not None and mixture.has_nulls:
+            passes_N1 = mixture.chosen.of_nulls() / self.total
+            x_NC = x_NC + (passes_N1 * h_BTC.flatten(0, 1)).to(x_NC.dtype)
+        return x_NC.view_as(h_BTC)
 
 
 class AttentionPool(Pool):
@@ -80,7 +90,7 @@ class AttentionPool(Pool):
     ) -> Tensor:
         """x [B, T, C] (normed where the family does) -> output of the branch, [B, T, C]."""
         rows_and_tokens = x_BTC.shape[:2]
-        projected = self._project(x_BTC.flatten(0, 1), mixture)
+        projected = self._project(x_BTC.flatten(0, 1), mixture.without_nulls())
         q_BHTD, k_BGSD, v_BGSD = (
             y.unflatten(0, rows_and_tokens).transpose(1, 2) for y in projected
         )

@@ -1,10 +1,11 @@
 """Which experts a token uses at a depth.
 
-N tokens, C hidden width, E experts, K chosen ones, D depths.
+N tokens, C hidden width, E experts, Z nulls, X = E + Z, K chosen ones, D depths.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,9 +24,9 @@ class Routes:
     """What tokens chose, in the order of their logits with bias.
 
     Attributes:
-        chosen_NK: experts.
+        chosen_NK: experts; from E on nulls.
         weights_NK: by which their outputs are added up.
-        top_N: the highest sigmoid among them, not normalised.
+        top_N: the highest sigmoid among them, nulls too, not normalised.
     """
 
     chosen_NK: Tensor
@@ -48,7 +49,12 @@ class Router(nn.Module):
     Keys start at 0 and ``p`` such that a depth prefers the experts that were its layer's: routing
     starts near the teacher even where nothing forces it.
 
+    Behind the experts there may be nulls, which are chosen like them and give nothing (the zero
+    experts of MoE++, arXiv 2410.07348): what their weights take, the branch does not add. Nobody
+    balances them.
+
     Attributes:
+        keys, depth_logits: k [X, C] and p [D, X], of experts and then of nulls.
         balance: b [E], moved by training, not by gradients.
         load: how often each expert [E] was chosen since ``balance`` was last moved.
 
@@ -69,11 +75,12 @@ class Router(nn.Module):
         slices: int,
         top: int,
         select_by: SelectBy,
+        nulls: int = 0,
     ) -> None:
         super().__init__()
         self.layers, self.slices, self.top, self.select_by = list(layers), slices, top, select_by
-        self.keys = nn.Parameter(torch.zeros(experts, width))
-        self.depth_logits = nn.Parameter(torch.zeros(len(layers), experts))
+        self.keys = nn.Parameter(torch.zeros(experts + nulls, width))
+        self.depth_logits = nn.Parameter(torch.zeros(len(layers), experts + nulls))
         self.register_buffer("balance", torch.zeros(experts))
         self.register_buffer("load", torch.zeros(experts))
         self.reset_parameters()
@@ -83,21 +90,41 @@ class Router(nn.Module):
         """No bias, no say of the token, a preference for each depth's own experts."""
         for value in (self.keys, self.balance, self.load):
             nn.init.zeros_(value)
-        start = start_logits(self.layers, self.keys.shape[0], self.slices)
-        self.depth_logits.copy_(torch.tensor(start))
+        start = torch.tensor(start_logits(self.layers, self.experts, self.slices))
+        self.depth_logits.copy_(F.pad(start, (0, self.nulls), value=OTHER))
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return len(self.balance)
+
+    @property
+    def nulls(self) -> int:
+        """Z."""
+        return len(self.keys) - len(self.balance)
 
     def forward(self, h_NC: Tensor, depth: int) -> Routes:
         """Normalised hidden states [N, C] at a depth -> choices, in fp32 at least."""
         work = torch.promote_types(h_NC.dtype, torch.float32)
         with torch.autocast(h_NC.device.type, enabled=False):
             bias = self.depth_logits[depth].to(work)
-            logits_NE = F.linear(h_NC.to(work), self.keys.to(work), bias)
-        scores_NE = logits_NE.sigmoid()
-        ranked_by = logits_NE if self.select_by == "logits" else scores_NE
-        chosen_NK = (ranked_by.detach() + self.balance).topk(self.top).indices
-        weights_NK = scores_NE.gather(-1, chosen_NK)
+            logits_NX = F.linear(h_NC.to(work), self.keys.to(work), bias)
+        scores_NX = logits_NX.sigmoid()
+        ranked_NX = logits_NX if self.select_by == "logits" else scores_NX
+        chosen_NK = self._chosen(ranked_NX.detach())
+        weights_NK = scores_NX.gather(-1, chosen_NK)
         norm_N1 = weights_NK.sum(-1, keepdim=True) / self.slices
         return Routes(chosen_NK, weights_NK / norm_N1, weights_NK.amax(-1))
+
+    def _chosen(self, ranked_NX: Tensor) -> Tensor:
+        """The K highest with bias [N, K]; nulls, and how many, are chosen as without any bias."""
+        biased_NX = ranked_NX[:, : self.experts] + self.balance
+        if self.nulls:
+            least_N1 = ranked_NX.topk(self.top).values[:, -1:]
+            taken_NZ = ranked_NX[:, self.experts :] >= least_N1
+            first_NZ = torch.where(taken_NZ, math.inf, -math.inf)
+            biased_NX = torch.cat([biased_NX, first_NZ], dim=-1)
+        return biased_NX.topk(self.top).indices
 
 
 def start_logits(layers: Sequence[int], experts: int, slices: int) -> list[list[float]]:

@@ -8,7 +8,7 @@ N tokens, M rows, S slices of an MLP, E experts, I input and O output channels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -90,12 +90,14 @@ class ChosenRows:
 
     Attributes:
         chosen_NK, weights_NK: the choices.
+        nulls: how many there are to choose.
     """
 
     chosen_NK: Tensor
     weights_NK: Tensor
     grouping: grouped.Grouping
     stacks: Stacks
+    nulls: int = 0
 
     def spread(self, x_NI: Tensor) -> Tensor:
         """[N, I] -> [M, I], in the dtype of products."""
@@ -106,19 +108,34 @@ class ChosenRows:
         y_MO = grouped.grouped_linear(x, self.stacks[bank.weight].whole, self.grouping)
         if bank.bias is None:
             return y_MO
-        return y_MO + self.stacks[bank.bias].whole[self.grouping.expert_M].to(y_MO.dtype)
+        bias_EO = self.stacks[bank.bias].whole
+        if self.nulls:  # rows without an expert have gradients that mean nothing
+            bias_EO = F.pad(bias_EO, (0, 0, 0, 1))
+        return y_MO + bias_EO[self.grouping.expert_M].to(y_MO.dtype)
 
     def out(self, x: Tensor, bank: Bank) -> Tensor:
         """[M, I] -> [N, O]."""
         return unpermute(self.within(x, bank), self.grouping.place_NK, self.weights_NK)
 
     def gains(self, gains: Gains) -> Tensor:
-        """[N, O]."""
+        """[N, O]. A null's are 0."""
         whole = self.stacks[gains.weight].whole
-        weights_NE = self.weights_NK.new_zeros(len(self.weights_NK), len(whole))
-        weights_NE = weights_NE.scatter(1, self.chosen_NK, self.weights_NK)
+        weights_NX = self.weights_NK.new_zeros(len(self.weights_NK), len(whole) + self.nulls)
+        weights_NX = weights_NX.scatter(1, self.chosen_NK, self.weights_NK)
+        weights_NE = weights_NX[:, : len(whole)]
         with torch.autocast(whole.device.type, enabled=False):
             return weights_NE @ (whole.to(weights_NE.dtype) + gains.offset)
+
+    def of_nulls(self) -> Tensor:
+        """Weights of each token's nulls, added up, [N, 1]."""
+        null_NK = self.grouping.place_NK < 0
+        return (self.weights_NK * null_NK).sum(-1, keepdim=True)
+
+    def without_nulls(self) -> ChosenRows:
+        """Weights that add up to 1 without those of nulls; to 0 where nothing else is chosen."""
+        weights_NK = self.weights_NK * (self.grouping.place_NK >= 0)
+        sum_N1 = weights_NK.sum(-1, keepdim=True)
+        return replace(self, weights_NK=weights_NK / sum_N1.where(sum_N1 > 0, 1.0))
 
 
 Expert = Callable[[Rows], Tensor]
@@ -132,8 +149,8 @@ class Mixture:
         release: r, a scalar; of no effect unless both count.
     """
 
-    own: Rows | None
-    chosen: Rows | None
+    own: OwnRows | None
+    chosen: ChosenRows | None
     release: Tensor
 
     def __call__(self, expert: Expert) -> Tensor:
@@ -146,3 +163,14 @@ class Mixture:
             return y
         # Not two products: in half precision 1 - r would be rounded to coarse steps.
         return torch.lerp(expert(self.own).to(y.dtype), y, self.release.to(y.dtype))
+
+    @property
+    def has_nulls(self) -> bool:
+        """Whether tokens may choose nothing; routing is released wholly then."""
+        return self.chosen is not None and self.chosen.nulls > 0
+
+    def without_nulls(self) -> Mixture:
+        """The mixture of what is no null, at full weight."""
+        if self.chosen is None or not self.has_nulls:
+            return self
+        return replace(self, chosen=self.chosen.without_nulls())

@@ -1,6 +1,10 @@
-"""Smaller pools: entries that are used least leave, or are merged into those most like them.
+"""Smaller pools: entries that are worth least leave, or are merged into those most like them.
 
-E entries before, E' after, D depths.
+Where an entry has left, a null stands in for it: a depth that preferred the entry chooses nothing in
+its place, as if that part of a layer were dropped, and not a neighbour at full weight, which was
+never meant to stand there. Routing can learn to prefer others there again.
+
+E entries before, E' after, L that leave, Z nulls, D depths, C hidden width.
 """
 
 from __future__ import annotations
@@ -47,6 +51,21 @@ def pool_sizes(config: DreamerConfig, layers: int, share: float) -> tuple[int, i
     entries = max(config.top_entries, round(share * layers))
     mlps = max(-(-config.top_experts // config.slices), round(share * layers))
     return min(entries, config.entries), min(mlps * config.slices, config.experts)
+
+
+def config_after(config: DreamerConfig, layers: int, share: float, how: How) -> DreamerConfig:
+    """Of the model that a cut to this share leaves."""
+    entries, experts = pool_sizes(config, layers, share)
+    left = config.entries - entries, config.experts - experts
+    if how == "merge":
+        left = 0, 0
+    return replace(
+        config,
+        entries=entries,
+        experts=experts,
+        null_entries=min(1, config.null_entries + left[0]),
+        null_experts=min(config.slices, config.null_experts + left[1]),
+    )
 
 
 def choose(
@@ -101,7 +120,8 @@ def shrink(model: LT2ForCausalLM, attention: Cut, experts: Cut) -> None:
     """Cut both pools in place. Gradients and optimisers of before do not fit any more.
 
     Parameters are means by ``shares``, neurons as they stand: nothing is permuted to fit. A merged
-    entry is as welcome at each depth as the most welcome of its parts.
+    entry is as welcome at each depth as the most welcome of its parts. Nulls take the places of
+    those that leave.
 
     Raises:
         UserError: routing is still forced, tokens use more than is left, or slices of an MLP are
@@ -125,7 +145,9 @@ def shrink(model: LT2ForCausalLM, attention: Cut, experts: Cut) -> None:
     _cut_router(layer.attention_router, attention)
     _cut_pool(layer.experts, experts)
     _cut_router(layer.expert_router, experts)
-    layer.config, model.config.dreamer = config, asdict(config)
+    nulls = layer.attention_router.nulls, layer.expert_router.nulls
+    layer.config = replace(config, null_entries=nulls[0], null_experts=nulls[1])
+    model.config.dreamer = asdict(layer.config)
 
 
 def _cut_pool(pool: Pool, cut: Cut) -> None:
@@ -135,11 +157,33 @@ def _cut_pool(pool: Pool, cut: Cut) -> None:
 
 
 def _cut_router(router: Router, cut: Cut) -> None:
-    router.keys = _parameter(_means(router.keys, cut), router.keys)
+    stay = {entry for group in cut.groups for entry in group}
+    keys_ZC, logits_DZ = nulls_in_place_of(router, sorted({*range(router.experts)} - stay))
     highest = [router.depth_logits[:, list(group)].amax(1) for group in cut.groups]
-    router.depth_logits = _parameter(torch.stack(highest, dim=1), router.depth_logits)
+    logits_DE = torch.stack(highest, dim=1)
+    router.keys = _parameter(torch.cat([_means(router.keys, cut), keys_ZC]), router.keys)
+    router.depth_logits = _parameter(torch.cat([logits_DE, logits_DZ], 1), router.depth_logits)
     router.balance = _means(router.balance, cut)
     router.load = torch.zeros_like(router.balance)
+
+
+def nulls_in_place_of(router: Router, left: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Keys [Z, C] and logits by depth [D, Z] of a router's nulls when these entries have left.
+
+    There are no more nulls than slices of an MLP, new ones with a key of 0. At each depth a logit
+    goes to the null whose own is lowest there, where it is higher: a depth that lost one of four
+    slices of its MLP chooses one null, and four once it has lost them all.
+    """
+    keys_ZC, logits_DZ = router.keys[router.experts :], router.depth_logits[:, router.experts :]
+    for entry in left:
+        logits_D1 = router.depth_logits[:, entry, None]
+        if logits_DZ.shape[1] < router.slices:
+            keys_ZC = torch.cat([keys_ZC, torch.zeros_like(router.keys[:1])])
+            logits_DZ = torch.cat([logits_DZ, logits_D1], dim=1)
+        else:
+            least_D1, at_D1 = logits_DZ.min(dim=1, keepdim=True)
+            logits_DZ = logits_DZ.scatter(1, at_D1, torch.maximum(least_D1, logits_D1))
+    return keys_ZC, logits_DZ
 
 
 def _means(value: Tensor, cut: Cut) -> Tensor:
