@@ -28,8 +28,8 @@ class Usage:
 
     Attributes:
         chosen_DE: how many tokens chose an entry at a depth.
-        effect_DE: what it did for them, summed: its routing weight beside other entries, times what the branch added to
-            the token's stream, as a share of the stream's length.
+        effect_DE: what it did for them, summed: its routing weight beside other entries, times what
+            the branch added to the token's stream, as a share of the stream's length.
         null_D: what nulls had of the tokens' weights, summed over tokens of 1 each.
         tokens: how many tokens there were at each depth.
     """

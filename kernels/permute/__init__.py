@@ -1,7 +1,7 @@
 """Rows of a mixture of experts: tokens to places sorted by expert, and back, weighed and added up.
 
-A choice whose place is negative has no row: nothing is copied for it and nothing added. So there are
-rows that nobody writes; whatever lies there, NaN too, reaches neither sums nor gradients.
+A choice whose place is negative has no row: nothing is copied for it and nothing added. So there
+are rows that nobody writes; what lies there, even NaN, reaches neither sums nor gradients.
 
 Each is the other's backward. No sum depends on the order of threads, and nothing makes the host
 wait for a GPU.

@@ -105,12 +105,13 @@ def test_a_merged_entry_is_the_mean_and_as_welcome_as_its_parts() -> None:
     assert torch.equal(layer.expert_router.depth_logits[:, 0], depth[:, [0, 2]].amax(1))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "huginn"])
+@pytest.mark.parametrize("family", [*FAMILIES, "outer"])
 @pytest.mark.parametrize("slices", [1, 4])
 def test_a_depth_whose_entries_left_is_a_layer_that_was_dropped(family: str, slices: int) -> None:
     """Where as many are chosen as a layer has, nulls are all that is chosen there."""
-    teacher, ids = tiny_model(tiny_spec(family)), tokens(2, 9)
-    layers, gone = teacher.config.num_layers, 2 if family == "huginn" else 1  # not all of its core
+    layout = {"norm_layout": "outer"} if family == "outer" else {}
+    teacher, ids = tiny_model(tiny_spec("llama" if layout else family, **layout)), tokens(2, 9)
+    layers, gone = teacher.config.num_layers, 1
     sizes = {"top_entries": 1, "top_experts": slices, "slices": slices, "shared_size": 16}
     pools = {"entries": layers, "experts": layers * slices}
     with torch.random.fork_rng():

@@ -15,7 +15,7 @@ from ltconvert.distill.report import build_report
 
 
 def counted(choices: list[list[list[int]]], entries: int) -> Usage:
-    """Of choices by depth, token and place, all with weight 1/K; branches add as much as is there."""
+    """Of choices by depth, token and place, all with weight 1/K, in branches that add 1."""
     usage = Usage.empty(len(choices), entries)
     for depth, ids in enumerate(choices):
         ids_NK = torch.tensor(ids)

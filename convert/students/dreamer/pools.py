@@ -3,8 +3,8 @@
 What differs from layer to layer belongs to the experts: matrices and biases, whose outputs are
 mixed, and gains of norms. Gains of a norm in front of matrices are multiplied into these, so that
 all experts read the same; a norm behind a mixture norms the mixture, with the mixture of the gains.
-What nulls have of a token's weights, they take from what the branch adds, never from its queries and
-keys: a branch that is all null is a branch that is left out, in every layout of norms.
+What nulls have of a token's weights they take from what the branch adds, not from its queries and
+keys: where all is null a branch is left out, in every layout of norms.
 Windows and positions belong to the depth: a key has one position for all who read it, and a cache
 slot one length.
 

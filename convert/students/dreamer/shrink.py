@@ -1,8 +1,8 @@
 """Smaller pools: entries that are worth least leave, or are merged into those most like them.
 
-Where an entry has left, a null stands in for it: a depth that preferred the entry chooses nothing in
-its place, as if that part of a layer were dropped, and not a neighbour at full weight, which was
-never meant to stand there. Routing can learn to prefer others there again.
+Where an entry has left, a null stands in for it: a depth that preferred the entry chooses nothing
+in its place, as if that part of a layer were dropped, and not a neighbour at full weight, which was
+not made for it. Routing can learn to use others there again.
 
 E entries before, E' after, L that leave, Z nulls, D depths, C hidden width.
 """
