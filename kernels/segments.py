@@ -5,14 +5,23 @@ B batch, T tokens.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Bounds(NamedTuple):
+    """The first and the last token of each token's segment, int32 [B, T]; they never fall."""
+
+    first_BT: Tensor
+    last_BT: Tensor
 
 
 def segment_counts(segment_ids_BT: Tensor | None, keep_BT: Tensor | None) -> Tensor | None:
     """Segment starts up to and including each token, int64 [B, T].
 
-    None without ids, and on the CPU also where nothing starts (see `_can_look`).
+    None without ids, and on the CPU also where nothing starts (see `can_look`).
 
     Token t starts a segment when its id differs from that of the last kept token before it.
     Padding (`keep_BT` False) is looked through: it starts nothing and belongs to the segment
@@ -36,17 +45,17 @@ def segment_counts(segment_ids_BT: Tensor | None, keep_BT: Tensor | None) -> Ten
     return starts_BT.cumsum(dim=1)
 
 
-def segment_bounds(segment_ids_BT: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """The first and the last token of each token's segment, int32 [B, T]; nothing waits for them.
+def segment_bounds(segment_ids_BT: Tensor | None) -> Bounds | None:
+    """Where each token's segment lies; nothing waits for it. None as in `segment_counts`.
 
-    None as in `segment_counts`. Both never fall along a row.
+    Ids are never the same again once they have changed.
     """
     counts_BT = segment_counts(segment_ids_BT, None)
     if counts_BT is None:
-        return None, None
+        return None
     first_BT = torch.searchsorted(counts_BT, counts_BT, out_int32=True)
     after_BT = torch.searchsorted(counts_BT, counts_BT, out_int32=True, right=True)
-    return first_BT, after_BT - 1
+    return Bounds(first_BT, after_BT - 1)
 
 
 def check_token_grid(name: str, tensor: Tensor | None, batch: int, length: int) -> None:

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from ltconvert.convert.mixers.context import SequenceContext
-from ltconvert.convert.mixers.flex import flex
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.mixers.projection import Linear
 from ltconvert.convert.mixers.rope import rotated
 from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.kernels import limits
+from ltconvert.kernels.window_attention import window_attention
 
 LossOver = Literal["all", "chosen"]
 
@@ -225,9 +226,26 @@ def softmax_attention(
     spec: TeacherSpec,
     window: int | None,
 ) -> Tensor:
-    """softmax(q.k) v for every query, [B, H, T, D], with the scale and soft cap of ``spec``."""
-    if (blocks := context.block_mask(window)) is not None:
-        return flex(q_BHTD, k_BGSD, v_BGSD, blocks, spec.attention_scale, spec.attention_softcap)
+    """softmax(q.k) v for every query, [B, H, T, D], with the scale and soft cap of ``spec``.
+
+    PyTorch's attention wants a mask in memory where anything but the order of tokens limits what a
+    query sees, and knows no soft cap; there ``window_attention`` is faster where it has a kernel.
+    """
+    plain = context.is_plain(window) and spec.attention_softcap is None
+    if not plain and context.has_kernel:
+        q_BTHD, k_BSGD, v_BSGD = (x.transpose(1, 2) for x in (q_BHTD, k_BGSD, v_BGSD))
+        if limits.of_window_attention(q_BTHD, k_BSGD, v_BSGD) is None:
+            o_BTHD, _ = window_attention(
+                q_BTHD,
+                k_BSGD,
+                v_BSGD,
+                window=window or context.num_tokens,
+                scale=spec.attention_scale,
+                soft_cap=spec.attention_softcap,
+                bounds=context.bounds(),
+                keep_BS=context.keep_BT,
+            )
+            return o_BTHD.transpose(1, 2)
     group = q_BHTD.shape[1] // k_BGSD.shape[1]
     k_BHSD, v_BHSD = (y.repeat_interleave(group, dim=1) for y in (k_BGSD, v_BGSD))
     mask = context.attention_mask(window, k_BHSD.shape[2])

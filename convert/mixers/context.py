@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask
 
-from ltconvert.convert.mixers.flex import block_mask, fits
+from ltconvert.kernels import dispatch
 from ltconvert.kernels.depth_attention import DepthSlots
+from ltconvert.kernels.segments import Bounds, segment_bounds
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class SequenceContext:
     kept: dict[nn.Module, Sequence[Tensor]] | None = None
     depth: DepthView | None = None
     _made: dict[Hashable, Any] = field(default_factory=dict)
-    _block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
 
     def at(self, loop: int) -> SequenceContext:
         """The same pass in another loop; masks are made once for all."""
@@ -74,21 +73,26 @@ class SequenceContext:
             self.kept[mixer] = taken_in
 
     def prepare(self, windows: Iterable[int | None]) -> None:
-        """Make the masks of a pass without a cache, before compiled layers read them."""
-        counts_BT = self.segment_ids_BT
-        blocks = self.keep_BS is None and fits(self.device, self.num_tokens)
-        # One document, for all rows alike.
-        one_BT = torch.zeros(1, self.num_tokens, dtype=torch.int64, device=self.device)
-        for window in windows:
-            if blocks and (counts_BT is not None or window is not None):
-                documents_BT = one_BT if counts_BT is None else counts_BT
-                self._block_masks[window] = block_mask(documents_BT, window)
-            else:
+        """Make what layers of a pass without a cache share, before compiled ones read it."""
+        self.bounds()
+        if not self.has_kernel:
+            for window in windows:
                 self.attention_mask(window, self.num_tokens)
 
-    def block_mask(self, window: int | None) -> BlockMask | None:
-        """What flex attention reads in place of a mask; None where it is not to be used."""
-        return self._block_masks.get(window) if torch.compiler.is_compiling() else None
+    def is_plain(self, window: int | None) -> bool:
+        """Whether the order of tokens alone limits what new ones see of each other."""
+        unlimited = window is None or window >= self.num_tokens
+        return unlimited and self.keep_BS is None and self.segment_ids_BT is None
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether ``window_attention`` has a kernel here, which needs no mask in memory."""
+        asked = dispatch.asked_for("window_attention")
+        return dispatch.choose("window_attention", asked, self.device)[0] != "reference"
+
+    def bounds(self) -> Bounds | None:
+        """Where the document of each new token lies; None when a row is one document."""
+        return self.remembered("bounds", lambda: segment_bounds(self.segment_ids_BT))
 
     def attention_mask(self, window: int | None, num_keys: int) -> Tensor | None:
         """Which keys a query may see, boolean [B or 1, 1, T, num_keys].

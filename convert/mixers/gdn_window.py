@@ -119,6 +119,6 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
             window=self.window,
             scale=self.spec.attention_scale,
             soft_cap=self.spec.attention_softcap,
-            segment_ids_BT=context.segment_ids_BT,
+            bounds=context.bounds(),
             keep_BS=None if keep_BS is None else keep_BS[:, -k_BHSD.shape[2] :],
         )

@@ -112,7 +112,7 @@ class MixtureOfDepths(Attention):
             bias_H=self.depth_bias,
             window=self.window,
             soft_cap=self.spec.attention_softcap,
-            segment_ids_BT=context.segment_ids_BT,
+            bounds=context.bounds(),
             keep_BS=None if keep_BS is None else keep_BS[:, -k_BGSD.shape[2] :],
         )
         return o_BTHD.transpose(1, 2)

@@ -19,6 +19,7 @@ from ltconvert.kernels.depth_attention.slots import (
     new_slots,
     write_slot,
 )
+from ltconvert.kernels.segments import Bounds
 from ltconvert.kernels.window_attention import check_sequence
 
 __all__ = [
@@ -44,7 +45,7 @@ def depth_attention(
     bias_H: Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
-    segment_ids_BT: Tensor | None = None,
+    bounds: Bounds | None = None,
     keep_BS: Tensor | None = None,
     gradients: SlotGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,8 +64,7 @@ def depth_attention(
         bias_H: added to the log of the depth keys' sum.
         window: tokens that a query sees of the sequence, itself included; None for all.
         soft_cap: scores of both parts pass through ``soft_cap * tanh(s / soft_cap)``.
-        segment_ids_BT: the document of each token, never the same again once it has changed; a
-            query sees its own. Not with S > T.
+        bounds: of ``segment_bounds``: a query sees its own document. Not with S > T.
         keep_BS: False at padding, which only padding itself sees.
         gradients: of ``DepthSlots``, whose keys and values these are: they get no gradient here,
             ``write_slot`` hands it to what was written.
@@ -77,15 +77,15 @@ def depth_attention(
     Raises:
         ValueError: shapes that do not fit together, or a window below 1.
     """
-    check_sequence(q_BTHD, k_BSGD, v_BSGD, window, segment_ids_BT, keep_BS)
+    check_sequence(q_BTHD, k_BSGD, v_BSGD, window, bounds, keep_BS)
     check_depth(q_BTHD, depth_k_BTNGD, depth_v_BTNGD, slots, k_BSGD.shape[2])
     check_merge(q_BTHD, schedule, bias_H)
-    plain = soft_cap is None and segment_ids_BT is None and keep_BS is None
+    plain = soft_cap is None and bounds is None and keep_BS is None
     limit = limits.of_depth_attention(q_BTHD, k_BSGD, v_BSGD, depth_k_BTNGD, depth_v_BTNGD, plain)
     return dispatch.implementation("depth_attention", q_BTHD.device, limit).depth_attention(
         q_BTHD, k_BSGD, v_BSGD, depth_k_BTNGD, depth_v_BTNGD, slots=slots, scale=scale,
         schedule=schedule, bias_H=bias_H, window=window, soft_cap=soft_cap,
-        segment_ids_BT=segment_ids_BT, keep_BS=keep_BS, gradients=gradients,
+        bounds=bounds, keep_BS=keep_BS, gradients=gradients,
     )  # fmt: skip
 
 

@@ -29,7 +29,8 @@ def merged_attention(
     dv_NBTGD: Tensor | None,
     order: Tensor | None,
     schedule: Tensor | None,
-    ids_BT: Tensor | None,
+    first_BT: Tensor | None,
+    last_BT: Tensor | None,
     keep_BT: Tensor | None,
     slots: int,
     scale: float,
@@ -41,9 +42,9 @@ def merged_attention(
 
     ``schedule`` None is 1; ``training``: a backward may follow; the rest as in the public function.
     """
-    attention = sequence.pick(q_BTHD, k_BSGD, ids_BT, keep_BT, window, cap, training)
+    attention = sequence.pick(q_BTHD, k_BSGD, first_BT, keep_BT, window, cap, training)
     inner_BTHD, log_sum_BHT = sequence.forward(
-        attention, q_BTHD, k_BSGD, v_BSGD, ids_BT, keep_BT, window, scale, cap
+        attention, q_BTHD, k_BSGD, v_BSGD, first_BT, last_BT, keep_BT, window, scale, cap
     )
     joint_BHT, share_BHT, depth_sum_BHT = (torch.empty_like(log_sum_BHT) for _ in range(3))
     merged_BTHD = inner_BTHD if schedule is None else torch.empty_like(inner_BTHD)
@@ -82,7 +83,8 @@ def _backward_op(
     dv_NBTGD: Tensor | None,
     order: Tensor | None,
     schedule: Tensor | None,
-    ids_BT: Tensor | None,
+    first_BT: Tensor | None,
+    last_BT: Tensor | None,
     keep_BT: Tensor | None,
     slots: int,
     scale: float,
@@ -91,9 +93,9 @@ def _backward_op(
     training: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     do_BTHD = do_BTHD.contiguous()
-    attention = sequence.pick(q_BTHD, k_BSGD, ids_BT, keep_BT, window, cap, training)
+    attention = sequence.pick(q_BTHD, k_BSGD, first_BT, keep_BT, window, cap, training)
     dq, dk, dv = sequence.backward(
-        attention, do_BTHD, o_BTHD, joint_BHT, q_BTHD, k_BSGD, v_BSGD, ids_BT, keep_BT,
+        attention, do_BTHD, o_BTHD, joint_BHT, q_BTHD, k_BSGD, v_BSGD, first_BT, last_BT, keep_BT,
         window, scale, cap,
     )  # fmt: skip
     dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -125,8 +127,8 @@ def _gradients(
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     o, joint, _, inner, log_sum, depth_sum = output
     kept = o if inputs[9] is None else inner
-    ctx.save_for_backward(kept, joint, log_sum, depth_sum, *inputs[:12])
-    ctx.options = inputs[12:]
+    ctx.save_for_backward(kept, joint, log_sum, depth_sum, *inputs[:13])
+    ctx.options = inputs[13:]
 
 
 def _backward(ctx: Any, do: Tensor, *others: Any) -> tuple[Any, ...]:
@@ -135,7 +137,7 @@ def _backward(ctx: Any, do: Tensor, *others: Any) -> tuple[Any, ...]:
     bias, stored = kept[9] is not None, kept[10] is not None
     of_depth = (None, None) if stored else (ddepth_k, ddepth_v)
     of_others = dbias if bias else None, None, None, dorder if stored else None
-    return dq, dk, dv, *of_depth, *of_others, *[None] * 8
+    return dq, dk, dv, *of_depth, *of_others, *[None] * 9
 
 
 merged_attention.register_autograd(_backward, setup_context=_keep_inputs)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ltconvert.kernels.depth_attention.slots import SlotGradients, read_slots
+from ltconvert.kernels.segments import Bounds
 from ltconvert.kernels.window_attention import reference as sequence
 
 
@@ -27,14 +28,14 @@ def depth_attention(
     bias_H: Tensor | None,
     window: int | None,
     soft_cap: float | None,
-    segment_ids_BT: Tensor | None,
+    bounds: Bounds | None,
     keep_BS: Tensor | None,
     gradients: SlotGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ltconvert.kernels.depth_attention.depth_attention``."""
     o_BTHD, log_sum_BTH = sequence.window_attention(
         q_BTHD, k_BSGD, v_BSGD, window=window or k_BSGD.shape[1], scale=scale, soft_cap=soft_cap,
-        segment_ids_BT=segment_ids_BT, keep_BS=keep_BS,
+        bounds=bounds, keep_BS=keep_BS,
     )  # fmt: skip
     if not slots:
         log_sum_BTH = log_sum_BTH.detach()

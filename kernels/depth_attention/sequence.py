@@ -24,7 +24,7 @@ CUDNN_ON = (9, 10)  # Hopper and Blackwell: its kernels there are ahead of Flash
 
 
 def pick(
-    q_BTHD: Tensor, k_BSGD: Tensor, ids: Tensor | None, keep: Tensor | None,
+    q_BTHD: Tensor, k_BSGD: Tensor, first: Tensor | None, keep: Tensor | None,
     window: int, cap: float, training: bool,
 ) -> Attention:  # fmt: skip
     """The fastest that takes the call.
@@ -34,7 +34,7 @@ def pick(
     has documents, padding, a soft cap or fp32 goes to this package's own ``window_attention``.
     """
     (length, _, width), keys = q_BTHD.shape[1:], k_BSGD.shape[1]
-    if not limits.fused_attention_takes(q_BTHD) or ids is not None or keep is not None or cap:
+    if not limits.fused_attention_takes(q_BTHD) or first is not None or keep is not None or cap:
         return "tiles"
     fits = width <= CUDNN_WIDTH and length == keys and window >= keys and length >= CUDNN_TOKENS
     if training and fits and _cudnn_runs(q_BTHD.device):
@@ -47,7 +47,8 @@ def forward(
     q_BTHD: Tensor,
     k_BSGD: Tensor,
     v_BSGD: Tensor,
-    ids_BT: Tensor | None,
+    first_BT: Tensor | None,
+    last_BT: Tensor | None,
     keep_BT: Tensor | None,
     window: int,
     scale: float,
@@ -69,7 +70,7 @@ def forward(
         )  # fmt: skip
         return o_BTHD.contiguous(), log_sum_BHT.contiguous()
     return torch.ops.ltconvert.window_attention(
-        q_BTHD, k_BSGD, v_BSGD, ids_BT, keep_BT, window, scale, cap
+        q_BTHD, k_BSGD, v_BSGD, first_BT, last_BT, keep_BT, window, scale, cap
     )
 
 
@@ -81,7 +82,8 @@ def backward(
     q_BTHD: Tensor,
     k_BSGD: Tensor,
     v_BSGD: Tensor,
-    ids_BT: Tensor | None,
+    first_BT: Tensor | None,
+    last_BT: Tensor | None,
     keep_BT: Tensor | None,
     window: int,
     scale: float,
@@ -90,8 +92,8 @@ def backward(
     """Gradients of q, k and v, taking ``o`` and ``log_sum`` for the forward's."""
     if attention == "tiles":
         return torch.ops.ltconvert.window_attention_backward(
-            do_BTHD, None, o_BTHD, log_sum_BHT, q_BTHD, k_BSGD, v_BSGD, ids_BT, keep_BT, window,
-            scale, cap,
+            do_BTHD, None, o_BTHD, log_sum_BHT, q_BTHD, k_BSGD, v_BSGD, first_BT, last_BT,
+            keep_BT, window, scale, cap,
         )  # fmt: skip
     lengths = q_BTHD.shape[1], k_BSGD.shape[1]
     # Seeds, which are read with dropout alone; their types are those of the forwards.

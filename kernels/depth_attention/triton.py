@@ -8,6 +8,7 @@ from torch import Tensor
 from ltconvert.kernels.depth_attention.alone import depth_only
 from ltconvert.kernels.depth_attention.merged import merged_attention
 from ltconvert.kernels.depth_attention.slots import SlotGradients
+from ltconvert.kernels.segments import Bounds
 
 
 def depth_attention(
@@ -23,7 +24,7 @@ def depth_attention(
     bias_H: Tensor | None,
     window: int | None,
     soft_cap: float | None,
-    segment_ids_BT: Tensor | None,
+    bounds: Bounds | None,
     keep_BS: Tensor | None,
     gradients: SlotGradients | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,7 +33,7 @@ def depth_attention(
     o_BTHD, log_sum_BHT, share_BHT, *_ = merged_attention(
         q_BTHD, k_BSGD, v_BSGD, depth_k_BTNGD, depth_v_BTNGD, bias_H,
         *(gradients or (None, None, None)), _number(schedule, q_BTHD.device),
-        segment_ids_BT, keep_BS, slots, scale, window or k_BSGD.shape[1],
+        *(bounds or (None, None)), keep_BS, slots, scale, window or k_BSGD.shape[1],
         soft_cap or 0.0, training,
     )  # fmt: skip
     return o_BTHD, log_sum_BHT.detach().transpose(1, 2), share_BHT.detach().transpose(1, 2)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ltconvert.kernels import dispatch, limits
-from ltconvert.kernels.segments import check_token_grid
+from ltconvert.kernels.segments import Bounds, check_token_grid
 
 
 def window_attention(
@@ -22,7 +22,7 @@ def window_attention(
     window: int,
     scale: float,
     soft_cap: float | None = None,
-    segment_ids_BT: Tensor | None = None,
+    bounds: Bounds | None = None,
     keep_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query over itself and the ``window - 1`` tokens before it.
@@ -32,8 +32,7 @@ def window_attention(
 
     Args:
         k_BSGD, v_BSGD: of the queries' tokens and of S - T tokens before them, H a multiple of G.
-        segment_ids_BT: the document of each token, never the same again once it has changed; a
-            query sees its own. Not with S > T.
+        bounds: of ``segment_bounds``: a query sees its own document. Not with S > T.
         keep_BS: False at padding, which only padding itself sees.
 
     Returns:
@@ -42,11 +41,11 @@ def window_attention(
     Raises:
         ValueError: shapes that do not fit together.
     """
-    check_sequence(q_BTHD, k_BSGD, v_BSGD, window, segment_ids_BT, keep_BS)
+    check_sequence(q_BTHD, k_BSGD, v_BSGD, window, bounds, keep_BS)
     limit = limits.of_window_attention(q_BTHD, k_BSGD, v_BSGD)
     return dispatch.implementation("window_attention", q_BTHD.device, limit).window_attention(
         q_BTHD, k_BSGD, v_BSGD, window=window, scale=scale, soft_cap=soft_cap,
-        segment_ids_BT=segment_ids_BT, keep_BS=keep_BS,
+        bounds=bounds, keep_BS=keep_BS,
     )  # fmt: skip
 
 
@@ -55,7 +54,7 @@ def check_sequence(
     k_BSGD: Tensor,
     v_BSGD: Tensor,
     window: int | None,
-    segment_ids_BT: Tensor | None,
+    bounds: Bounds | None,
     keep_BS: Tensor | None,
 ) -> None:
     """Raise ValueError unless keys, values and what restricts them fit the queries."""
@@ -74,7 +73,8 @@ def check_sequence(
         )
     if window is not None and window < 1:
         raise ValueError(f"a window has at least 1 token, got {window}")
-    if segment_ids_BT is not None and keys > length:
+    if bounds is not None and keys > length:
         raise ValueError(f"segments go with as many keys as queries, got {keys} for {length}")
-    check_token_grid("segment_ids", segment_ids_BT, batch, length)
+    for bound_BT in bounds or ():
+        check_token_grid("bounds of segments", bound_BT, batch, length)
     check_token_grid("keep", keep_BS, batch, keys)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ltconvert.kernels.segments import Bounds
+
 
 def window_attention(
     q_BTHD: Tensor,
@@ -18,7 +20,7 @@ def window_attention(
     window: int,
     scale: float,
     soft_cap: float | None,
-    segment_ids_BT: Tensor | None,
+    bounds: Bounds | None,
     keep_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See ``ltconvert.kernels.window_attention.window_attention``."""
@@ -26,11 +28,11 @@ def window_attention(
     q_BHTD = q_BTHD.transpose(1, 2)
     k_BHSD, v_BHSD = (x.repeat_interleave(share, 2).transpose(1, 2) for x in (k_BSGD, v_BSGD))
     if k_BHSD.shape[2] <= 2 * window:
-        mask = _mask(length, k_BHSD.shape[2], window, segment_ids_BT, keep_BS, q_BHTD.device)
+        mask = _mask(length, k_BHSD.shape[2], window, bounds, keep_BS, q_BHTD.device)
         o_BHTD, log_sum_BHT = _attend(q_BHTD, k_BHSD, v_BHSD, mask, scale, soft_cap)
     else:
         o_BHTD, log_sum_BHT = _banded(
-            q_BHTD, k_BHSD, v_BHSD, window, segment_ids_BT, keep_BS, scale, soft_cap
+            q_BHTD, k_BHSD, v_BHSD, window, bounds, keep_BS, scale, soft_cap
         )
     return o_BHTD.transpose(1, 2), log_sum_BHT.transpose(1, 2)
 
@@ -39,16 +41,16 @@ def _mask(
     length: int,
     keys: int,
     window: int,
-    segment_ids_BT: Tensor | None,
+    bounds: Bounds | None,
     keep_BS: Tensor | None,
     device: torch.device,
 ) -> Tensor:
     """Which keys a query sees, [B or 1, 1, T, S]; itself always."""
-    ahead_TS = torch.arange(keys - length, keys, device=device)[:, None]
-    ahead_TS = ahead_TS - torch.arange(keys, device=device)
+    column_S = torch.arange(keys, device=device)
+    ahead_TS = column_S[keys - length :, None] - column_S
     mask = ((ahead_TS >= 0) & (ahead_TS < window))[None]
-    if segment_ids_BT is not None:
-        mask = mask & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+    if bounds is not None:
+        mask = mask & (column_S >= bounds.first_BT[:, :, None])
     if keep_BS is not None:
         mask = (mask & keep_BS[:, None]) | (ahead_TS == 0)
     return mask[:, None]
@@ -59,7 +61,7 @@ def _banded(
     k_BHSD: Tensor,
     v_BHSD: Tensor,
     window: int,
-    segment_ids_BT: Tensor | None,
+    bounds: Bounds | None,
     keep_BS: Tensor | None,
     scale: float,
     cap: float | None,
@@ -82,9 +84,9 @@ def _banded(
     ahead_WK = window + column[:window, None] - column
     real_nK = keys(q_BHTD.new_ones(1, 1, past + length, dtype=torch.bool))
     mask = (ahead_WK >= 0) & (ahead_WK < window) & real_nK[..., None, :]
-    if segment_ids_BT is not None:
-        ids_B1T = segment_ids_BT[:, None]
-        mask = mask & (queries(ids_B1T)[..., None] == keys(ids_B1T)[..., None, :])
+    if bounds is not None:
+        index_nK = keys(torch.arange(length, device=q_BHTD.device)[None, None])
+        mask = mask & (index_nK[..., None, :] >= queries(bounds.first_BT[:, None])[..., None])
     if keep_BS is not None:
         mask = mask & (keys(keep_BS[:, None].int()) == 1)[..., None, :]
     mask = mask | (ahead_WK == 0)  # what fills up the last block sees itself, too

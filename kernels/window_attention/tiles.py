@@ -24,14 +24,14 @@ class Tile(NamedTuple):
     split: bool = False
 
 
-# By channels, those of 16-bit numbers. Chosen by what fits into registers; not measured.
+# By channels, those of 16-bit numbers; the fastest of some seven each on an H200 (docs/results.md).
 OF_LONG: dict[tuple[Kernel, int], Tile] = {
-    ("forward", 64): Tile(128, 64, 4, 3, True),
-    ("forward", 128): Tile(128, 64, 8, 3, True),
-    ("query gradient", 64): Tile(128, 64, 8, 2, True),
-    ("query gradient", 128): Tile(128, 64, 8, 2, True),
-    ("key gradient", 64): Tile(64, 128, 8, 2, True),
-    ("key gradient", 128): Tile(64, 64, 8, 2),
+    ("forward", 64): Tile(64, 64, 4, 3, True),
+    ("forward", 128): Tile(64, 64, 4, 3, True),
+    ("query gradient", 64): Tile(64, 64, 4, 3, True),
+    ("query gradient", 128): Tile(128, 64, 8, 3, True),
+    ("key gradient", 64): Tile(64, 64, 4, 2),
+    ("key gradient", 128): Tile(64, 128, 8, 2),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ltconvert.kernels.segments import segment_bounds
+from ltconvert.kernels.segments import Bounds
 from ltconvert.kernels.window_attention.kernels import (
     delta_kernel,
     forward_kernel,
@@ -32,12 +32,12 @@ def window_attention(
     window: int,
     scale: float,
     soft_cap: float | None,
-    segment_ids_BT: Tensor | None,
+    bounds: Bounds | None,
     keep_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See ``ltconvert.kernels.window_attention.window_attention``."""
     o_BTHD, log_sum_BHT = _window_attention(
-        q_BTHD, k_BSGD, v_BSGD, segment_ids_BT, keep_BS, window, scale, soft_cap or 0.0
+        q_BTHD, k_BSGD, v_BSGD, *(bounds or (None, None)), keep_BS, window, scale, soft_cap or 0.0
     )
     return o_BTHD, log_sum_BHT.transpose(1, 2)
 
@@ -47,7 +47,8 @@ def _window_attention(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
     v_BTGD: Tensor,
-    ids_BT: Tensor | None,
+    first_BT: Tensor | None,
+    last_BT: Tensor | None,
     keep_BT: Tensor | None,
     window: int,
     scale: float,
@@ -55,11 +56,10 @@ def _window_attention(
 ) -> tuple[Tensor, Tensor]:
     o_BTHD, log_sum_BHT = _outputs(q_BTHD)
     q, k, v = (_channels_together(x) for x in (q_BTHD, k_BTGD, v_BTGD))
-    begins_BT, _ = segment_bounds(ids_BT)
-    grid, sizes, made = _plan("forward", q, k, begins_BT, keep_BT, window, scale, cap)
+    grid, sizes, made = _plan("forward", q, k, first_BT, keep_BT, window, scale, cap)
     with torch.cuda.device_of(q):
         forward_kernel[grid](
-            q, k, v, _there(begins_BT, q), _there(keep_BT, q), o_BTHD, log_sum_BHT, *sizes,
+            q, k, v, _there(first_BT, q), _there(keep_BT, q), o_BTHD, log_sum_BHT, *sizes,
             *_strides(q, k, v), **made,
         )  # fmt: skip
     return o_BTHD, log_sum_BHT
@@ -81,7 +81,8 @@ def _window_attention_backward(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
     v_BTGD: Tensor,
-    ids_BT: Tensor | None,
+    first_BT: Tensor | None,
+    last_BT: Tensor | None,
     keep_BT: Tensor | None,
     window: int,
     scale: float,
@@ -90,10 +91,9 @@ def _window_attention_backward(
     dq, dk, dv = (x.new_empty(x.shape) for x in (q_BTHD, k_BTGD, v_BTGD))
     q, k, v = (_channels_together(x) for x in (q_BTHD, k_BTGD, v_BTGD))
     do, delta_BHT = do_BTHD.contiguous(), torch.empty_like(log_sum_BHT)
-    begins_BT, ends_BT = segment_bounds(ids_BT)
     keep, options = _there(keep_BT, q), (window, scale, cap)
-    grid, sizes, made = _plan("query gradient", q, k, begins_BT, keep_BT, *options)
-    grid_of_keys, _, made_of_keys = _plan("key gradient", q, k, ends_BT, keep_BT, *options)
+    grid, sizes, made = _plan("query gradient", q, k, first_BT, keep_BT, *options)
+    grid_of_keys, _, made_of_keys = _plan("key gradient", q, k, last_BT, keep_BT, *options)
     length, heads = sizes[:2]
     shared = keep, do, log_sum_BHT, delta_BHT
     with torch.cuda.device_of(q):
@@ -103,10 +103,10 @@ def _window_attention_backward(
             M=DELTA_TOKENS,
         )  # fmt: skip
         query_gradient_kernel[grid](
-            q, k, v, _there(begins_BT, q), *shared, dq, *sizes, *_strides(q, k, v), **made
+            q, k, v, _there(first_BT, q), *shared, dq, *sizes, *_strides(q, k, v), **made
         )
         key_gradient_kernel[grid_of_keys](
-            q, k, v, _there(ends_BT, q), *shared, dk, dv, *sizes, *_strides(q, k, v), **made_of_keys
+            q, k, v, _there(last_BT, q), *shared, dk, dv, *sizes, *_strides(q, k, v), **made_of_keys
         )
     return dq, dk, dv
 
@@ -120,8 +120,8 @@ def _gradients(
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:5])
-    ctx.options = inputs[5:]
+    ctx.save_for_backward(*output, *inputs[:6])
+    ctx.options = inputs[6:]
     ctx.set_materialize_grads(False)
 
 
@@ -129,7 +129,7 @@ def _backward(ctx: Any, do: Tensor | None, dlog_sum: Tensor | None) -> tuple[Any
     if do is None:
         do = torch.zeros_like(ctx.saved_tensors[0])
     gradients = _window_attention_backward(do, dlog_sum, *ctx.saved_tensors, *ctx.options)
-    return *gradients, None, None, None, None, None
+    return *gradients, None, None, None, None, None, None
 
 
 _window_attention.register_autograd(_backward, setup_context=_keep_inputs)

@@ -10,7 +10,6 @@ import torch
 from helpers import tiny_model, tiny_spec, tokens
 from torch import Tensor
 
-from ltconvert.convert.mixers import context as context_module
 from ltconvert.convert.students.blocks import run_layer
 from ltconvert.convert.students.dreamer import grouped
 from ltconvert.convert.transfer import build_student
@@ -93,12 +92,12 @@ def shapes_of_grouped_products(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor)
     return x_MI @ weight_EIO.sum(0)
 
 
-def test_block_masks_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_module, "fits", lambda device, num_tokens: True)
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_bounds_of_documents_wait_for_nothing() -> None:
     model = tiny_model(tiny_spec("gemma2")).to("meta").model
     model.call_layer = lambda layer, h_BTC, context: run_layer(layer, h_BTC, context)
     batch = packed().to("meta")
     context = model.context(
         model.embed(batch.input_ids_BT), attention_mask=None, segment_ids=batch.segment_ids_BT
     )
-    assert set(context._block_masks) == model.windows() == {7, None}
+    assert set(context._made) == {"bounds"}  # no mask

@@ -14,6 +14,7 @@ from torch import Tensor
 from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.depth_attention import depth_attention, depth_only_attention
 from ltconvert.kernels.parity import check, judge
+from ltconvert.kernels.segments import segment_bounds
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if GPU else [torch.float32]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
@@ -63,12 +64,15 @@ def results(call: Call, x: Inputs, dtype: torch.dtype | None = None) -> dict[str
 
 
 def by_backend(backend: str, **options: Any) -> Call:
+    given = {name: value for name, value in options.items() if name != "segment_ids_BT"}
+    bounds = segment_bounds(options.get("segment_ids_BT"))
+
     def call(
         q: Tensor, k: Tensor, v: Tensor, depth_k: Tensor, depth_v: Tensor,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         with dispatch.use(depth_attention=backend):
-            return depth_attention(q, k, v, depth_k, depth_v, bias_H=bias, **options)
+            return depth_attention(q, k, v, depth_k, depth_v, bias_H=bias, bounds=bounds, **given)
 
     return call
 
@@ -248,7 +252,7 @@ def test_calls_fit_this_version_of_pytorch(attention: Any, length: int, window: 
 
     q = torch.empty(2, length, 8, 64, device="meta", dtype=torch.bfloat16)
     k, v = (torch.empty(2, 256, 2, 64, device="meta", dtype=torch.bfloat16) for _ in range(2))
-    how: tuple[Any, ...] = None, None, window, 0.1, 0.0
+    how: tuple[Any, ...] = None, None, None, window, 0.1, 0.0
     o, log_sum = sequence.forward(attention, q, k, v, *how)
     assert (o.shape, log_sum.shape) == (q.shape, (2, 8, length)) and o.is_contiguous()
     found = sequence.backward(attention, torch.empty_like(o), o, log_sum, q, k, v, *how)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.parity import check, judge
-from ltconvert.kernels.segments import segment_bounds
+from ltconvert.kernels.segments import Bounds, segment_bounds
 from ltconvert.kernels.window_attention import tiles, window_attention
 from ltconvert.kernels.window_attention.tiles import Tile
 
@@ -51,9 +51,12 @@ def results(call, x: Inputs, dtype: torch.dtype | None = None) -> dict[str, Tens
 
 
 def by_backend(backend: str, **options: object):
+    given = {name: value for name, value in options.items() if name != "segment_ids_BT"}
+    bounds = segment_bounds(options.get("segment_ids_BT"))
+
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with dispatch.use(window_attention=backend):
-            return window_attention(q, k, v, **options)
+            return window_attention(q, k, v, bounds=bounds, **given)
 
     return call
 
@@ -180,11 +183,12 @@ def test_padding_is_seen_by_itself_alone() -> None:
 def test_the_bounds_of_documents(shape: str) -> None:
     unsorted = unsorted_documents(9, [1, 4], [8], [1, 2, 3, 4, 5, 6, 7])
     ids = unsorted if shape == "unsorted" else torch.full((2, 1), 3, device=DEVICE)
-    first, last = segment_bounds(ids)
+    bounds = segment_bounds(ids)
     if shape == "one" and not GPU:
-        assert first is None and last is None
+        assert bounds is None
         return
-    assert first is not None and last is not None
+    assert bounds is not None
+    first, last = bounds
     for b, row in enumerate(ids.tolist()):
         same = [[s for s, other in enumerate(row) if other == own] for own in row]
         assert first[b].tolist() == [min(tokens) for tokens in same]
@@ -277,6 +281,8 @@ def test_mistakes_are_named() -> None:
         window_attention(x["q"], x["k"][:, 1:], x["v"][:, 1:], window=2, scale=1.0)
     with pytest.raises(ValueError, match="at least 1 token, got 0"):
         window_attention(*x.values(), window=0, scale=1.0)
-    ids = torch.zeros(2, 4, device=DEVICE)
+    bounds = Bounds(*torch.zeros(2, 2, 4, dtype=torch.int32, device=DEVICE))
     with pytest.raises(ValueError, match="as many keys as queries"):
-        window_attention(x["q"][:, 1:], x["k"], x["v"], window=2, scale=1.0, segment_ids_BT=ids)
+        window_attention(x["q"][:, 1:], x["k"], x["v"], window=2, scale=1.0, bounds=bounds)
+    with pytest.raises(ValueError, match=r"bounds of segments must be .* \[2, 5\], got \[2, 4\]"):
+        window_attention(*x.values(), window=2, scale=1.0, bounds=bounds)
