@@ -36,9 +36,9 @@ Worth = tuple[Tensor, Tensor]
 def dreamer_of(teacher: Teacher, student: StudentSettings) -> LT2ForCausalLM:
     """Before any training, its routing learned wholly.
 
-    Routers begin with equal logits for the slices of a neighbour; which of equal ones is chosen hangs
-    on the length of what is sorted, and would drown what leaving one out does. Training parts them,
-    here a little noise does.
+    Routers begin with equal logits for the slices of a neighbour. Which of equal ones is chosen
+    hangs on the length of what is sorted, and would drown what doing without one costs. Training
+    parts them; here a little noise does.
     """
     made = student_options(teacher.spec, student.model_dump())
     model = build_student(teacher.model, ["full"] * teacher.spec.num_layers, made)
