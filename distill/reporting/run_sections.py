@@ -125,10 +125,15 @@ def layers(run: RunFolder) -> Section:
 
 def one_layer(pools: Mapping[str, Any]) -> str:
     """What a Dreamer has in place of layers."""
+    left = (
+        ""
+        if not (pools.get("null_entries") or pools.get("null_experts"))
+        else " Fewer where it chooses a null instead."
+    )
     return (
         f"One layer for all depths. A token uses {pools['top_entries']} of {pools['entries']} "
         f"attention projections and {pools['top_experts']} of {pools['experts']} experts at each; "
-        f"an MLP of the teacher is {pools['slices']} of them."
+        f"an MLP of the teacher is {pools['slices']} of them.{left}"
     )
 
 
