@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ltconvert.convert.dropping import count_dropped, shortened_spec
 from ltconvert.convert.inspect import LayerFacts, ModelFacts, model_facts
 from ltconvert.convert.mixers import MIXERS
-from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.dreamer.shrink import pool_sizes
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -42,6 +42,7 @@ class Models:
         linear: the student before selection: every layer converted that is not listed.
         hybrid: the student after it. Which layers are kept is not known yet; evenly spaced ones
             stand for them, which matters only where layers differ (windows).
+        config: that of ``hybrid``.
         pools: a Dreamer after each step of the stage `shrink`.
     """
 
@@ -52,6 +53,7 @@ class Models:
     ties: bool
     linear: ModelFacts
     hybrid: ModelFacts
+    config: LT2Config
     pools: tuple[PoolFacts, ...] = ()
 
     def trained_in(self, stage: str) -> ModelFacts:
@@ -64,7 +66,9 @@ class Models:
 
     @property
     def converted(self) -> tuple[LayerFacts, ...]:
-        """Layers whose mixer is aligned."""
+        """Layers whose mixer is aligned; none of a Dreamer, which takes mixers over as they are."""
+        if self.config.dreamer is not None:
+            return ()
         return tuple(layer for layer in self.linear.layers if MIXERS[layer.mixer].converted)
 
     @property
@@ -78,26 +82,32 @@ class Models:
         return sum(layer.aligned_parameters for layer in self.converted)
 
 
-def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
+def models_of(
+    recipe: Recipe, spec: TeacherSpec, inherited: Mapping[str, Any] | None = None
+) -> Models:
     """Sizes from the recipe and the architecture alone.
+
+    Args:
+        inherited: what the student takes over beside the architecture, see ``distill.inherited``.
 
     Raises:
         UserError: ``student.full_layers`` does not fit the teacher.
         ValueError: neither do loops, prelude or coda.
     """
     student = recipe.student
-    teacher = model_facts(LT2Config.from_spec(spec))
+    inherited = inherited or {}
+    teacher = model_facts(LT2Config.from_spec(spec, **inherited))
     spec = shortened(origin_spec(spec, student.model_dump()), student.drop_layers)
-    origin = model_facts(LT2Config.from_spec(spec))
+    origin = model_facts(LT2Config.from_spec(spec, **inherited))
     full = student.full(spec.num_layers)
     keep = count_full_layers(full, spec.num_layers)
     listed = listed_layers(full if isinstance(full, list) else [], spec.num_layers)
     kept = listed or uniform_layers(keep, spec.num_layers)
     options = student_options(spec, student.model_dump())
 
-    def facts(full: list[int]) -> ModelFacts:
+    def config(full: list[int]) -> LT2Config:
         mixers = student.mixers(full, spec.num_layers)
-        return model_facts(LT2Config.from_spec(spec, mixers, **options))
+        return LT2Config.from_spec(spec, **{"mixers": mixers} | options | dict(inherited))
 
     return Models(
         spec=spec,
@@ -105,22 +115,23 @@ def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
         teacher=teacher,
         origin=origin,
         ties=student.loop_start is not None,
-        linear=facts(listed),
-        hybrid=facts(kept),
-        pools=_pools(spec, options, student.pool_schedule if student.shrinks else []),
+        linear=model_facts(config(listed)),
+        hybrid=model_facts(config(kept)),
+        config=config(kept),
+        pools=_pools(config(kept), student.pool_schedule if student.shrinks else []),
     )
 
 
-def _pools(
-    spec: TeacherSpec, options: dict[str, Any], shares: Sequence[float]
-) -> tuple[PoolFacts, ...]:
+def _pools(config: LT2Config, shares: Sequence[float]) -> tuple[PoolFacts, ...]:
     """What is left of a Dreamer at each share."""
     found = []
     for share in shares:
-        entries, experts = pool_sizes(DreamerConfig(**options["dreamer"]), spec.num_layers, share)
-        sizes = {"entries": entries, "experts": experts}
-        config = LT2Config.from_spec(spec, **options | {"dreamer": options["dreamer"] | sizes})
-        found.append(PoolFacts(share, entries, experts, model_facts(config)))
+        pools = config.dreamer_config()
+        assert pools is not None
+        entries, experts = pool_sizes(pools, config.num_layers, share)
+        smaller = copy.deepcopy(config)
+        smaller.dreamer = asdict(replace(pools, entries=entries, experts=experts))
+        found.append(PoolFacts(share, entries, experts, model_facts(smaller)))
     return tuple(found)
 
 

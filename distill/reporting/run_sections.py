@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ltconvert.distill.reporting import plots
@@ -102,7 +102,7 @@ def layers(run: RunFolder) -> Section:
     """Which mixer every layer has, and why."""
     section = Section("Layers")
     if run.pools is not None:
-        section.text.append(one_layer(run.pools))
+        section.text.append(one_layer(run.pools, run.mixers))
         return section
     mixers = run.mixers
     if mixers is not None:
@@ -123,12 +123,14 @@ def layers(run: RunFolder) -> Section:
     return section
 
 
-def one_layer(pools: Mapping[str, Any]) -> str:
+def one_layer(pools: Mapping[str, Any], mixers: Sequence[str] | None) -> str:
     """What a Dreamer has in place of layers."""
+    others = sorted(set(mixers or ()) - {"full"})
+    own = f" with {others[0]} mixers" if others else ""
     return (
-        f"One layer for all depths. A token uses {pools['top_entries']} of {pools['entries']} "
-        f"attention projections and {pools['top_experts']} of {pools['experts']} experts at each; "
-        f"an MLP of the teacher is {pools['slices']} of them."
+        f"One layer{own} for all depths. A token uses {pools['top_entries']} of "
+        f"{pools['entries']} attention projections and {pools['top_experts']} of "
+        f"{pools['experts']} experts at each; an MLP of the teacher is {pools['slices']} of them."
     )
 
 
