@@ -75,6 +75,7 @@ def test_a_depth_whose_tokens_agree_is_a_mixer_of_mean_matrices(kind: str, famil
     layer, step = student.model.dreamer, student.model.schedule[1]
     layer.set_release(1.0)
     pool, h_BTC = layer.attention, torch.randn(2, 11, 32, dtype=torch.double)
+    assert pool.qkv.weight.shape[1] % 16 == 0  # or grouped products would not take it
     context = student.model.context(h_BTC)
     with torch.no_grad():
         x_BTC = unit_rms(h_BTC, layer.spec.rms_norm_eps)
