@@ -13,8 +13,8 @@ from ltconvert.recipes.schema import Recipe
 def inherited(recipe: Recipe, name: str, config: LT2Config) -> dict[str, Any]:
     """Keywords of ``LT2Config.from_spec`` that say what the teacher and its student have alike.
 
-    Nothing where the teacher has full attention everywhere. A student with other layers is a
-    teacher of Dreamers alone.
+    Nothing of a plain teacher. A student with other layers than full ones is a teacher of Dreamers
+    alone.
 
     Args:
         name: of the teacher, for people.

@@ -169,6 +169,14 @@ def test_other_mixers_are_refused(mixers: list[str], named: str) -> None:
         dreamer_of(teacher)
 
 
+def test_a_residual_of_loops_stays_and_output_gates_are_refused() -> None:
+    teacher, ids = teacher_of("ouro", "full", loop_residual=True), tokens(1, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(dreamer_of(teacher)(ids).logits, teacher(ids).logits)
+    with pytest.raises(ValueError, match=r"output gates \(student\.sdpa_gate\)"):
+        dreamer_of(teacher_of("llama", "full", sdpa_gate=True))
+
+
 def test_mixers_that_the_teacher_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\['gdn', 'gdn', 'gdn'\] needs a teacher that has them"):
         build_student(tiny_model(tiny_spec()), ["gdn"] * 3, {"dreamer": POOLS})

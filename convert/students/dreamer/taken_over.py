@@ -35,17 +35,22 @@ def mixer_kind(mixers: Sequence[str]) -> str:
 def taken_over(config: LT2Config) -> dict[str, Any]:
     """Of a teacher's config, keywords of ``LT2Config.from_spec`` for it and for its Dreamer.
 
-    Nothing where all its layers are full. A learned residual of loops stays, if there is one.
+    Nothing of a plain teacher, whose layers are all full.
 
     Raises:
-        UserError: as ``mixer_kind``.
+        UserError: as ``mixer_kind``, or layers have an output gate.
     """
-    if mixer_kind(config.mixers) == "full":
-        return {}
-    found = {
-        "mixers": list(config.mixers),
-        "window_tokens": config.window_tokens,
-        "short_conv": config.conv_size is not None,
-        "conv_size": config.conv_size,
-    }
-    return found | ({"loop_residual": True} if config.loop_residual else {})
+    found: dict[str, Any] = {"loop_residual": True} if config.loop_residual else {}
+    if mixer_kind(config.mixers) != "full":
+        found |= {
+            "mixers": list(config.mixers),
+            "window_tokens": config.window_tokens,
+            "short_conv": config.conv_size is not None,
+            "conv_size": config.conv_size,
+        }
+    elif config.sdpa_gate:
+        raise UserError(
+            "the teacher's layers have output gates (student.sdpa_gate), for which a Dreamer has "
+            "no place; give the model that it was made from"
+        )
+    return found
