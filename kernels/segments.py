@@ -21,7 +21,7 @@ class Bounds(NamedTuple):
 def segment_counts(segment_ids_BT: Tensor | None, keep_BT: Tensor | None) -> Tensor | None:
     """Segment starts up to and including each token, int64 [B, T].
 
-    None without ids, and on the CPU also where nothing starts (see `_can_look`).
+    None without ids, and on the CPU also where nothing starts (see `can_look`).
 
     Token t starts a segment when its id differs from that of the last kept token before it.
     Padding (`keep_BT` False) is looked through: it starts nothing and belongs to the segment

@@ -98,7 +98,13 @@ def _stage_rules() -> Iterator[Rule]:
         yield from _logits_rules(stage)
     yield Rule(("align.choice_weight",), _has("dsa"), "student.mixer=dsa")
     yield Rule(("align.calibrate",), _has(*LINEAR), f"a mixer with a state ({', '.join(LINEAR)})")
+    yield Rule(
+        _of("select", "method", "direction", "train_tokens", "recall_examples"),
+        lambda r, _: r.select.method == "list" or not isinstance(r.student.full_layers, list),
+        "student.full_layers as a share or a count: a list leaves nothing to choose",
+    )
     for name, methods in {
+        "direction": ("kl-fast",),
         "train_tokens": ("kl", "kl-gates"),
         "recall_examples": ("recall", "recall-greedy"),
     }.items():

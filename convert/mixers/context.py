@@ -80,7 +80,7 @@ class SequenceContext:
                 self.attention_mask(window, self.num_tokens)
 
     def is_plain(self, window: int | None) -> bool:
-        """Whether new tokens see all those before them: no padding, documents or window."""
+        """Whether the order of tokens alone limits what new ones see of each other."""
         unlimited = window is None or window >= self.num_tokens
         return unlimited and self.keep_BS is None and self.segment_ids_BT is None
 

@@ -16,8 +16,8 @@ from ltconvert.recipes.data import DataSettings
 def check_local(settings: DataSettings) -> None:
     """Refuse local text that cannot be read or has no document for one of the splits.
 
-    Reads no further than the first document of each split, and no packed file: to unpack one may
-    take long. Hub data sets are left alone.
+    Opens file after file until each split has a document, and no packed one: to unpack it may take
+    long. Hub data sets are left alone.
 
     Raises:
         UserError: what is wrong.

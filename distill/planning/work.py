@@ -130,7 +130,9 @@ def _train(settings: LogitsSettings, models: Models, trained: ModelFacts) -> Wor
 
 
 def selection_cost(recipe: Recipe, models: Models) -> Cost:
-    """What selecting costs if nothing settles early."""
+    """What selecting costs if nothing settles early; where the layers are listed nothing."""
+    if isinstance(recipe.student.full_layers, list):
+        return Cost()
     options = student_options(models.spec, recipe.student.model_dump())
     config = LT2Config.from_spec(models.spec, **options)
     return most_cost(recipe.select, config.schedule(), models.keep)

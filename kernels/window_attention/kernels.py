@@ -104,9 +104,9 @@ def forward_kernel(
     start = tl.program_id(0) % blocks * M
     row, head = tl.program_id(0) // blocks // H, tl.program_id(0) // blocks % H
     row, group = row.to(tl.int64), head // (H // G)
-    q += row * q_row + head * q_head
-    k += row * k_row + group * k_head
-    v += row * v_row + group * v_head
+    q += row * q_row + head.to(tl.int64) * q_head
+    k += row * k_row + group.to(tl.int64) * k_head
+    v += row * v_row + group.to(tl.int64) * v_head
     begins += row * T
     keep += row * T
     query = start + tl.arange(0, M)
@@ -178,9 +178,9 @@ def query_gradient_kernel(
     start = tl.program_id(0) % blocks * M
     row, head = tl.program_id(0) // blocks // H, tl.program_id(0) // blocks % H
     row, group = row.to(tl.int64), head // (H // G)
-    q += row * q_row + head * q_head
-    k += row * k_row + group * k_head
-    v += row * v_row + group * v_head
+    q += row * q_row + head.to(tl.int64) * q_head
+    k += row * k_row + group.to(tl.int64) * k_head
+    v += row * v_row + group.to(tl.int64) * v_head
     begins += row * T
     keep += row * T
     query = start + tl.arange(0, M)
@@ -230,8 +230,8 @@ def key_gradient_kernel(
     row, group = tl.program_id(0) // blocks // G, tl.program_id(0) // blocks % G
     row, share = row.to(tl.int64), H // G
     q += row * q_row
-    k += row * k_row + group * k_head
-    v += row * v_row + group * v_head
+    k += row * k_row + group.to(tl.int64) * k_head
+    v += row * v_row + group.to(tl.int64) * v_head
     ends += row * T
     keep += row * T
     key = start + tl.arange(0, N)
@@ -252,7 +252,7 @@ def key_gradient_kernel(
         for WHOLE in tl.static_range(1 + SPLIT):
             for i in range(whole if WHOLE else count - whole):
                 query = first + _nth(i, before, whole, WHOLE) * M + tl.arange(0, M)
-                q_ME = _tile(q + head * q_head, query, T, q_token, D, E)
+                q_ME = _tile(q + tl.cast(head, tl.int64) * q_head, query, T, q_token, D, E)
                 do_ME = _tile(do + first_of_head, query, T, H * D, D, E)
                 log_sum_M = tl.load(log_sum + of_head + query, mask=query < T, other=0.0) * LOG2E
                 delta_M = tl.load(delta + of_head + query, mask=query < T, other=0.0)

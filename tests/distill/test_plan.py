@@ -37,6 +37,7 @@ from ltconvert.distill.planning.rows import (
 )
 from ltconvert.distill.planning.work import forward_flops
 from ltconvert.distill.records import RECIPE_FILE
+from ltconvert.distill.selection.result import Cost
 from ltconvert.errors import UserError
 from ltconvert.kernels import dispatch
 from ltconvert.kernels.chunkwise.spans import CHUNK_TOKENS
@@ -358,6 +359,13 @@ def test_selection_cost_is_told(method: str, forwards: float) -> None:
     trained = make(sections={"select": {"method": "kl", "train_tokens": 1_000_000}}).selection
     assert trained is not None
     assert trained.trained_tokens == 8_000_000
+
+
+def test_layers_that_are_listed_cost_no_selecting() -> None:
+    """Whatever the method: the stage takes the list."""
+    made = make(sections={"student": {"full_layers": [0, 5]}, "select": {"method": "kl-fast"}})
+    assert made.selection == Cost()
+    assert not any(line.startswith("Selecting") for line in summary_lines(made))
 
 
 def test_gates_are_trained_once_for_all_layers() -> None:

@@ -54,11 +54,7 @@ def test_no_shipped_recipe_has_an_idle_setting(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "override", "line"),
     [
-        (
-            "hybrid25",
-            "student.slices=4",
-            "it needs student.kind=dreamer",
-        ),
+        ("hybrid25", "student.slices=4", "it needs student.kind=dreamer"),
         ("dreamer", "student.pool_cut=merge", "needs student.kind=dreamer with a student.pool_sch"),
         ("dreamer", "student.depth_slots=last:8", 'student.depth_slots "last:8" does nothing'),
         ("hybrid25", "student.depth_bias=1", "it needs student.mixer=moda"),
@@ -84,6 +80,7 @@ def test_no_shipped_recipe_has_an_idle_setting(name: str) -> None:
         ("hybrid25", "logits.loop_warmup_share=0.3", "it needs a looped teacher"),
         ("hybrid25", "student.prelude_layers=1", "it needs a student that loops"),
         ("hybrid25", "select.train_tokens=9000", "it needs select.method kl or kl-gates"),
+        ("baseline-uniform25", "select.direction=both", "it needs select.method kl-fast"),
         ("hybrid25", "data.hub_split=test", "it needs a hub id as data.source"),
         ("window", "align.lr=1e-4", None),  # the stage is disabled, and that was said
         ("hybrid25", "student.slices=1", None),  # the default
@@ -97,6 +94,15 @@ def test_what_does_nothing_is_named_with_what_it_needs(
     assert len(found) == (0 if line is None else 1), found
     if line is not None:
         assert found[0].startswith(override.partition("=")[0]) and line in found[0]
+
+
+def test_a_list_of_layers_leaves_nothing_to_choose() -> None:
+    """``select.method`` list asks for one; any other ranks no layer where there is one."""
+    overrides = ["student.full_layers=[0,5]", "select.method=recall", "select.recall_examples=8"]
+    (found,) = idle_settings(recipes.resolve("hybrid25", overrides=overrides), teacher_loops=1)
+    assert found.startswith('select.method "recall" and select.recall_examples 8 do nothing here')
+    overrides[1:] = ["select.method=list"]
+    assert idle_settings(recipes.resolve("hybrid25", overrides=overrides), teacher_loops=1) == []
 
 
 def test_settings_with_one_reason_stand_in_one_line() -> None:
