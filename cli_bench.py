@@ -111,6 +111,7 @@ def models(request: Request) -> dict[str, LT2Config]:
         UserError: neither or both of a model and a shape, or a pattern that does not fit.
     """
     from ltconvert.cli_inspect import read_config
+    from ltconvert.convert.students.dreamer.taken_over import taken_over
     from ltconvert.convert.students.lt2 import LT2Config
     from ltconvert.convert.teachers.shapes import shape_spec
     from ltconvert.distill.evaluation.decode_models import student_config
@@ -121,7 +122,8 @@ def models(request: Request) -> dict[str, LT2Config]:
         config = LT2Config.from_spec(shape_spec(request.shape))
     else:
         config, _ = read_config(student_folder(str(request.reference)), None)
-    teacher = LT2Config.from_spec(config.spec())
+    alike = {} if config.dreamer is None else taken_over(config)
+    teacher = LT2Config.from_spec(config.spec(), **alike)
     if set(config.mixers) != {"full"} or config.dreamer is not None:
         if request.mixers or request.full:
             raise UserError(

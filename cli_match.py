@@ -27,7 +27,7 @@ def run(
         context: tokens of the rows in which arithmetic and memory are counted.
 
     Raises:
-        UserError: a name in ``hold`` is unknown, or a value makes no shape.
+        UserError: a name in ``hold`` is unknown, a value makes no shape, or layers are not full.
     """
     from ltconvert.convert.inspect import model_facts
     from ltconvert.distill.planning.dreamer_shape import NUMBERS
@@ -35,6 +35,11 @@ def run(
     from ltconvert.distill.planning.match import match
 
     config, _ = read_config(student_folder(reference), revision)
+    if others := sorted(set(config.mixers) - {"full"}):
+        raise UserError(
+            f"{reference} has {' and '.join(others)} layers; --match counts Dreamers with full "
+            "attention alone: give the model that it was made from"
+        )
     target = footprint(model_facts(config), config.spec(), context)
     first = start_of(config)
     start = held(first, hold)

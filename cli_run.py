@@ -58,16 +58,22 @@ def plan(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
 ) -> None:
     """The table of what a run takes; refuses one that cannot fit, with the setting that would."""
-    from ltconvert.convert.teachers.load import describe_teacher
+    from ltconvert.convert.teachers.load import teacher_config
     from ltconvert.distill import plan as planning
+    from ltconvert.distill.inherited import inherited
     from ltconvert.distill.planning.render import render_plan
 
     device = session.device()
     session.choose_kernels(device)
     precision, _ = session.precision(device)
-    spec, _ = describe_teacher(teacher_name, revision=revision)
+    config = teacher_config(teacher_name, revision=revision)
     made = planning.plan(
-        recipe, spec, device, precision, run_dir=out or default_out(teacher_name, recipe)
+        recipe,
+        config.spec(),
+        device,
+        precision,
+        inherited=inherited(recipe, short_name(teacher_name), config),
+        run_dir=out or default_out(teacher_name, recipe),
     )
     if session.json:
         output.print_json(made.to_dict())
@@ -149,12 +155,14 @@ def _say_plan(
     where: tuple[torch.device, str],
 ) -> Plan:
     """Refuse what cannot fit before anything is loaded; what it takes in a few lines."""
-    from ltconvert.convert.teachers.load import describe_teacher
+    from ltconvert.convert.teachers.load import teacher_config
     from ltconvert.distill import plan as planning
+    from ltconvert.distill.inherited import inherited
     from ltconvert.distill.planning.render import summary_lines
 
-    spec, _ = describe_teacher(teacher_name, revision=revision)
-    made = planning.plan(recipe, spec, *where, run_dir=run_dir)
+    config = teacher_config(teacher_name, revision=revision)
+    alike = inherited(recipe, short_name(teacher_name), config)
+    made = planning.plan(recipe, config.spec(), *where, inherited=alike, run_dir=run_dir)
     for line in summary_lines(made):
         log.say(f"plan: {line}")
     return made

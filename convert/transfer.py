@@ -15,6 +15,7 @@ from ltconvert.convert.mixers.moda import SlotProjection
 from ltconvert.convert.students.depth import prepare_depth
 from ltconvert.convert.students.depth_plan import FFN
 from ltconvert.convert.students.dreamer.build import dreamer_options, dreamer_tensors
+from ltconvert.convert.students.dreamer.taken_over import taken_over
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM, LT2Model
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.tying import tie_layers, tied_spec
@@ -32,7 +33,7 @@ def build_student(
     """A student with the given mixer in each physical layer, started from the teacher.
 
     Args:
-        mixers: one of ``MIXERS`` a physical layer.
+        mixers: one of ``MIXERS`` a physical layer; a Dreamer's are the teacher's.
         options: keywords of ``LT2Config.from_spec`` (``conv_size``, ``loops`` ...).
         share: let the tensors that both have in common be the same memory (for stages that train
             mixers only); otherwise the student owns copies.
@@ -41,8 +42,12 @@ def build_student(
 
     Raises:
         ValueError: a teacher tensor has no place in the student, or a mixer is unknown.
+        UserError: no Dreamer has these mixers.
     """
-    config = LT2Config.from_spec(teacher.config.spec(), mixers, **(options or {}))
+    options = dict(options or {})
+    if options.get("dreamer") is not None:
+        options |= _inherited_options(teacher, mixers)
+    config = LT2Config.from_spec(teacher.config.spec(), **{"mixers": mixers} | options)
     dtype = dtype or teacher.dtype
     with torch.device("meta"):
         student = LT2ForCausalLM(config)
@@ -68,6 +73,16 @@ def build_student(
     student.tie_weights()
     student.generation_config = teacher.generation_config
     return student.train(teacher.training)
+
+
+def _inherited_options(teacher: LT2ForCausalLM, mixers: Sequence[str]) -> dict[str, Any]:
+    """What a Dreamer takes over beside tensors, see ``taken_over``."""
+    if list(mixers) != teacher.config.mixers:
+        raise UserError(
+            f"a Dreamer of mixers {list(mixers)} needs a teacher that has them, and this one has "
+            f"{teacher.config.mixers}; give the teacher's"
+        )
+    return taken_over(teacher.config)
 
 
 def inherited_mixer(

@@ -180,6 +180,8 @@ class Lineage:
         num_layers = origin.spec.num_layers
         full = settings.full(num_layers)
         mixers = settings.mixers(full if isinstance(full, list) else [], num_layers)
+        if settings.kind == "dreamer":
+            mixers = origin.model.config.mixers
         options = student_options(origin.spec, settings.model_dump())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.seed)

@@ -25,6 +25,7 @@ from ltconvert.distill import align, logits, longctx, loop, select, shrink, summ
 from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.scores import heldout_rows, heldout_scores
+from ltconvert.distill.inherited import inherited
 from ltconvert.distill.lineage import START, Lineage
 from ltconvert.distill.precision import pick_precision
 from ltconvert.distill.processes import is_main_process, join_processes, wait_for_everyone
@@ -236,7 +237,8 @@ def run(
 
     Raises:
         UserError: the folder holds a run of another teacher, recipe or setting; the disk refuses;
-            the teacher has no tokenizer or is a student; or a stage finds a mistake.
+            the teacher has no tokenizer, or is a student that this recipe does not take; or a stage
+            finds a mistake.
     """
     run_dir = Path(run_dir)
     with clear_disk_errors(run_dir):
@@ -281,17 +283,7 @@ def _opened(
     device = torch.device(device) if device is not None else teacher.model.device
     if teacher.tokenizer is None:
         raise UserError(f"teacher {teacher.name} has no tokenizer; text cannot be tokenised")
-    if teacher.model.config.dreamer is not None:
-        raise UserError(
-            f"teacher {teacher.name} is a Dreamer; a teacher has layers: give the model that it "
-            "was made from"
-        )
-    converted = sorted(set(teacher.model.config.mixers) - {"full"})
-    if converted:
-        raise UserError(
-            f"teacher {teacher.name} is a student with {' and '.join(converted)} layers; a teacher "
-            "has full attention everywhere: give the model that it was made from"
-        )
+    inherited(recipe, teacher.name, teacher.model.config)  # or refused
     join_processes(device)
     if precision == "auto":
         precision = recorded_precision(run_dir) or pick_precision(device)[0]

@@ -7,6 +7,7 @@ arithmetic over a measured speed, and an upper bound where a stage may stop earl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ def plan(
     device: torch.device | str,
     precision: str,
     *,
+    inherited: Mapping[str, Any] | None = None,
     run_dir: Path | None = None,
     tokens_per_second: float | None = None,
     machine: Machine | None = None,
@@ -127,6 +129,8 @@ def plan(
 
     Args:
         precision: ``fp32`` or ``bf16``.
+        inherited: what the student takes over from a teacher that is a student, see
+            ``distill.inherited``.
         run_dir: where the run will be written; its disk is looked at.
         tokens_per_second: of the stage `logits` on this device, where known; otherwise the speed
             of a matrix product is measured.
@@ -137,7 +141,7 @@ def plan(
         UserError: the run cannot fit, the recipe does not fit the teacher, or there is no text.
     """
     device = torch.device(device)
-    models = models_of(recipe, spec)
+    models = models_of(recipe, spec, inherited)
     said = tuple(notes(recipe, spec.num_loops))
     if check:
         check_local(recipe.data)

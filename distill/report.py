@@ -86,7 +86,7 @@ def summary(run: RunFolder) -> list[str]:
         lines.append(f"Teacher: {teacher.get('name')} ({teacher.get('source')}{revision})")
         lines += [f"Teacher: {remark}" for remark in teacher.get("remarks", [])]
     if run.pools is not None:
-        lines.append(run_sections.one_layer(run.pools))
+        lines.append(run_sections.one_layer(run.pools, run.mixers))
     elif run.mixers:
         kept = [i for i, kind in enumerate(run.mixers) if kind in FULL]
         depth = ", with depth" if "moda" in run.mixers else ""

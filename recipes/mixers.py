@@ -29,7 +29,9 @@ class MixerSettings(Settings):
     """Part of the settings of a student; a setting of a mixer that is not there does nothing."""
 
     mixer: Mixer | list[Mixer] = Field(
-        "gdn", description="mixer of the converted layers; several take turns from layer to layer"
+        "gdn",
+        description="mixer of the converted layers; several take turns from layer to layer;"
+        " `dreamer`: `full`, and mixers are the teacher's, whatever they are",
     )
     full_layers: int | float | list[int] | str = Field(
         0.25,

@@ -83,15 +83,17 @@ class StudentSettings(MixerSettings, DreamerSettings):
 
     @model_validator(mode="after")
     def _dreamers_attention_is_full(self) -> Self:
-        """Its one layer has no place for another mixer, a gate, or loops of its own."""
+        """Its mixers are the teacher's; there is no place for a gate, or loops of its own."""
         if self.kind == "dreamer":
             wanted = {
                 "mixer": "full", "full_mixer": "full", "sdpa_gate": False, "loop_start": None,
             }  # fmt: skip
             for name, value in wanted.items():
                 if (given := getattr(self, name)) != value:
+                    why = "; its mixers are the teacher's, which may be a student with others"
                     raise ValueError(
                         f"student.kind dreamer needs student.{name} {value}, got {given}"
+                        + (why if name == "mixer" else "")
                     )
         return self
 

@@ -14,7 +14,6 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.gdn import GatedDeltaNet
-from ltconvert.convert.mixers.joint import project_together
 from ltconvert.convert.mixers.rope import rotated
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.kernels.window_attention import window_attention
@@ -42,6 +41,7 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
 
     kind = "gdn_window"
     keeps_keys = uses_rope = True
+    BESIDE = ("rest_proj",)
 
     def __init__(
         self, spec: TeacherSpec, layer: int, *, conv_size: int | None, window: int
@@ -53,26 +53,24 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
         self.rest_proj = nn.Linear(spec.hidden_size, self.num_heads)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_projections(self) -> None:
         """Neutral start: outside weighs as much as one key with a score of 0.
 
         Nothing where the teacher's own window ends with this one.
         """
-        super().reset_parameters()
+        super().reset_projections()
         if hasattr(self, "rest_proj"):  # the parent calls this before there is one
             nn.init.zeros_(self.rest_proj.weight)
             nn.init.constant_(self.rest_proj.bias, NOTHING if self.closed else 0.0)
 
-    def forward(
+    def mixed(
         self,
-        x_BTC: Tensor,
+        projected: Sequence[Tensor],
         context: SequenceContext,
-        cache_layer: LinearAttentionCacheLayerMixin | None = None,
+        cache_layer: LinearAttentionCacheLayerMixin | None,
     ) -> Tensor:
-        """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
-        *heads, rest_BTH = project_together(x_BTC, self.b_proj, self.a_proj, self.rest_proj)
-        projected = [*self.project(x_BTC, context.loop), *heads, self.gate_proj(x_BTC)]
-        context.keep(self, projected)
+        """See ``LinearMixer``."""
+        *projected, rest_BTH = projected
         linear_BTHD = self.mix(projected, context, cache_layer)
         linear_BTHD = linear_BTHD.unflatten(-1, (self.num_heads, self.head_dim))
         local_BTHD, log_sum_BTH = self._look_around(projected, context, cache_layer)
@@ -80,7 +78,7 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
         outside_BT = context.positions_BT >= self.window
         share_BTH1 = share_BTH.where(outside_BT[..., None], 1.0)[..., None]
         o_BTHD = share_BTH1 * local_BTHD + (1.0 - share_BTH1) * linear_BTHD
-        return self.o_proj(o_BTHD.flatten(2).to(x_BTC.dtype), context.loop)
+        return o_BTHD.flatten(2)
 
     def take_in(
         self,
@@ -89,7 +87,7 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
         cache_layer: LinearAttentionCacheLayerMixin,
     ) -> None:
         """Both parts: state and window."""
-        super().take_in(kept, context, cache_layer)
+        super().take_in(kept[:-1], context, cache_layer)
         self._placed(kept, context, cache_layer)
 
     def _placed(

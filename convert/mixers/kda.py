@@ -43,8 +43,12 @@ class KimiDeltaAttention(DeltaNet):
     def reset_parameters(self) -> None:
         """Neutral start of everything that the teacher does not have."""
         super().reset_parameters()
-        nn.init.normal_(self.a_proj.weight, std=self.spec.hidden_size**-0.5)
         nn.init.zeros_(self.decay_up.weight)
+
+    def reset_projections(self) -> None:
+        """See ``LinearMixer``; one factor of the decays is random, so that both learn."""
+        super().reset_projections()
+        nn.init.normal_(self.a_proj.weight, std=self.spec.hidden_size**-0.5)
 
     @torch.no_grad()
     def set_half_lives(self, half_lives_H: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +51,13 @@ class LinearMixer(Projections):
 
     Attributes:
         RATES: projections of the input beside q, k, v and the gate.
+        BESIDE: further ones, to few channels, which ``mixed`` reads and ``mix`` does not.
         decays: whether the state is forgotten with time, so that heads have half-lives.
     """
 
     keeps_keys, keeps_state, uses_rope = False, True, False
     RATES: ClassVar[tuple[str, ...]] = ()
+    BESIDE: ClassVar[tuple[str, ...]] = ()
     decays: ClassVar[bool] = False
     MIN_HALF_LIFE, MAX_HALF_LIFE = 8.0, 2048.0  # of the neutral start, in tokens
 
@@ -74,12 +76,32 @@ class LinearMixer(Projections):
 
     def reset_parameters(self) -> None:
         """Neutral start of everything that the teacher does not have."""
-        for name in (*self.RATES, "gate_proj"):
-            nn.init.zeros_(getattr(self, name).weight)
+        if hasattr(self, "gate_proj"):  # a core has none
+            self.reset_projections()
         nn.init.ones_(self.out_norm_weight)
         if self.decays:
             shortest, longest = self.MIN_HALF_LIFE, self.MAX_HALF_LIFE
             self.set_half_lives(spread_half_lives(self.num_heads, shortest, longest))
+
+    def reset_projections(self) -> None:
+        """That of the projections among them."""
+        for name in (*self.RATES, "gate_proj"):
+            nn.init.zeros_(getattr(self, name).weight)
+
+    @classmethod
+    def projections(cls) -> tuple[str, ...]:
+        """Names of all projections of the input, in the order in which ``mixed`` reads them."""
+        return "q_proj", "k_proj", "v_proj", *cls.RATES, "gate_proj", *cls.BESIDE
+
+    def core(self) -> Self:
+        """This mixer without projections and their norms, for those who project by themselves.
+
+        ``mixed`` is what it can do.
+        """
+        for name in (*self.projections(), "o_proj", "q_norm", "k_norm"):
+            if hasattr(self, name):
+                delattr(self, name)
+        return self
 
     def set_half_lives(self, half_lives_H: Tensor) -> None:
         """Start with heads that forget half of what they hold in so many tokens."""
@@ -103,11 +125,26 @@ class LinearMixer(Projections):
         cache_layer: LinearAttentionCacheLayerMixin | None = None,
     ) -> Tensor:
         """x [B, T, C] (after the pre norm) -> [B, T, C] (after the output projection)."""
-        rates = project_together(x_BTC, *(getattr(self, name) for name in self.RATES))
-        projected = [*self.project(x_BTC, context.loop), *rates, self.gate_proj(x_BTC)]
+        narrow = [getattr(self, name) for name in (*self.RATES, *self.BESIDE)]
+        narrow = project_together(x_BTC, *narrow)
+        rates, beside = narrow[: len(self.RATES)], narrow[len(self.RATES) :]
+        projected = [*self.project(x_BTC, context.loop), *rates, self.gate_proj(x_BTC), *beside]
         context.keep(self, projected)
-        o_BTM = self.mix(projected, context, cache_layer).to(x_BTC.dtype)
+        o_BTM = self.mixed(projected, context, cache_layer).to(x_BTC.dtype)
         return self.o_proj(o_BTM, context.loop)
+
+    def mixed(
+        self,
+        projected: Sequence[Tensor],
+        context: SequenceContext,
+        cache_layer: LinearAttentionCacheLayerMixin | None,
+    ) -> Tensor:
+        """All between the projections of the input and the output projection, [B, T, M].
+
+        Args:
+            projected: as ``mix`` reads it, then what the projections in ``BESIDE`` give.
+        """
+        return self.mix(projected, context, cache_layer)
 
     def take_in(
         self,

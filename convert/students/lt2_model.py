@@ -61,7 +61,7 @@ class LT2Model(LT2PreTrainedModel):
             DecoderLayer(spec, layer, self.make_mixer(kind, layer))
             for layer, kind in enumerate(() if config.dreamer else config.mixers)
         )
-        self.dreamer = make_dreamer(config)
+        self.dreamer = make_dreamer(config, self.make_mixer)
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, spec.norm_offset)
         self.injection = Injection(spec) if spec.initial_state_std is not None else None
         self.exit_gate = nn.Linear(spec.hidden_size, 1) if spec.exit_gate else None

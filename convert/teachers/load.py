@@ -114,6 +114,15 @@ def describe_teacher(
     return spec, facts
 
 
+def teacher_config(reference: str, *, revision: str | None = None) -> LT2Config:
+    """The config of what a reference names, without reading a weight.
+
+    Raises:
+        UserError: unknown reference or family.
+    """
+    return read_lt2_config(resolve(reference, revision=revision))
+
+
 def read_lt2_config(source: Source) -> LT2Config:
     """The config of what a source holds: a student's own, or the teacher's by its family."""
     if source.config.get("model_type") == "lt2":

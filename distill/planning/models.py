@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ltconvert.convert.dropping import count_dropped, shortened_spec
 from ltconvert.convert.inspect import LayerFacts, ModelFacts, model_facts
 from ltconvert.convert.mixers import MIXERS
-from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.dreamer.shrink import config_after
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -42,6 +43,7 @@ class Models:
         linear: the student before selection: every layer converted that is not listed.
         hybrid: the student after it. Which layers are kept is not known yet; evenly spaced ones
             stand for them, which matters only where layers differ (windows).
+        config: that of ``hybrid``.
         pools: a Dreamer after each step of the stage `shrink`.
     """
 
@@ -52,6 +54,7 @@ class Models:
     ties: bool
     linear: ModelFacts
     hybrid: ModelFacts
+    config: LT2Config
     pools: tuple[PoolFacts, ...] = ()
 
     def trained_in(self, stage: str) -> ModelFacts:
@@ -64,7 +67,9 @@ class Models:
 
     @property
     def converted(self) -> tuple[LayerFacts, ...]:
-        """Layers whose mixer is aligned."""
+        """Layers whose mixer is aligned; none of a Dreamer, which takes mixers over as they are."""
+        if self.config.dreamer is not None:
+            return ()
         return tuple(layer for layer in self.linear.layers if MIXERS[layer.mixer].converted)
 
     @property
@@ -78,26 +83,32 @@ class Models:
         return sum(layer.aligned_parameters for layer in self.converted)
 
 
-def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
+def models_of(
+    recipe: Recipe, spec: TeacherSpec, inherited: Mapping[str, Any] | None = None
+) -> Models:
     """Sizes from the recipe and the architecture alone.
+
+    Args:
+        inherited: what the student takes over beside the architecture, see ``distill.inherited``.
 
     Raises:
         UserError: ``student.full_layers`` does not fit the teacher.
         ValueError: neither do loops, prelude or coda.
     """
     student = recipe.student
-    teacher = model_facts(LT2Config.from_spec(spec))
+    inherited = inherited or {}
+    teacher = model_facts(LT2Config.from_spec(spec, **inherited))
     spec = shortened(origin_spec(spec, student.model_dump()), student.drop_layers)
-    origin = model_facts(LT2Config.from_spec(spec))
+    origin = model_facts(LT2Config.from_spec(spec, **inherited))
     full = student.full(spec.num_layers)
     keep = count_full_layers(full, spec.num_layers)
     listed = listed_layers(full if isinstance(full, list) else [], spec.num_layers)
     kept = listed or uniform_layers(keep, spec.num_layers)
     options = student_options(spec, student.model_dump())
 
-    def facts(full: list[int]) -> ModelFacts:
+    def config(full: list[int]) -> LT2Config:
         mixers = student.mixers(full, spec.num_layers)
-        return model_facts(LT2Config.from_spec(spec, mixers, **options))
+        return LT2Config.from_spec(spec, **{"mixers": mixers} | options | dict(inherited))
 
     return Models(
         spec=spec,
@@ -105,21 +116,22 @@ def models_of(recipe: Recipe, spec: TeacherSpec) -> Models:
         teacher=teacher,
         origin=origin,
         ties=student.loop_start is not None,
-        linear=facts(listed),
-        hybrid=facts(kept),
-        pools=_pools(spec, options, student) if student.shrinks else (),
+        linear=model_facts(config(listed)),
+        hybrid=model_facts(config(kept)),
+        config=config(kept),
+        pools=_pools(config(kept), student) if student.shrinks else (),
     )
 
 
-def _pools(
-    spec: TeacherSpec, options: dict[str, Any], student: StudentSettings
-) -> tuple[PoolFacts, ...]:
+def _pools(config: LT2Config, student: StudentSettings) -> tuple[PoolFacts, ...]:
     """What is left of a Dreamer at each share."""
-    found, start = [], DreamerConfig(**options["dreamer"])
+    found, start = [], config.dreamer_config()
+    assert start is not None
     for share in student.pool_schedule:
-        left = config_after(start, spec.num_layers, share, student.pool_cut)
-        config = LT2Config.from_spec(spec, **options | {"dreamer": asdict(left)})
-        found.append(PoolFacts(share, left.entries, left.experts, model_facts(config)))
+        left = config_after(start, config.num_layers, share, student.pool_cut)
+        smaller = copy.deepcopy(config)
+        smaller.dreamer = asdict(left)
+        found.append(PoolFacts(share, left.entries, left.experts, model_facts(smaller)))
     return tuple(found)
 
 

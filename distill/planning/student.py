@@ -6,8 +6,7 @@ from collections import Counter
 
 import torch
 
-from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
-from ltconvert.convert.transfer import student_options
+from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import on_hub
 from ltconvert.distill.evaluation.loop_decoding import ways
 from ltconvert.distill.planning.models import Models
@@ -27,8 +26,10 @@ def makeup(recipe: Recipe, models: Models) -> str:
     student, layers = recipe.student, models.hybrid.layers
     if student.kind == "dreamer":
         entries, slices = models.spec.num_layers, student.slices
+        kind = layers[0].mixer
+        own = "" if kind == "full" else f" with {kind} mixers"
         return (
-            f"one layer at {sum(x.visits for x in layers)} depths, where a token uses "
+            f"one layer{own} at {sum(x.visits for x in layers)} depths, where a token uses "
             f"{student.top_entries} of {entries} attention projections and "
             f"{student.top_experts} of {entries * slices} experts (slices of an MLP: {slices})"
         )
@@ -72,12 +73,7 @@ def check_decoding(recipe: Recipe, models: Models) -> None:
     asked = ways(recipe.eval.loop_cache, recipe.eval.exit_thresholds)
     if not asked:
         return
-    student, spec = recipe.student, models.spec
-    listed = student.full(spec.num_layers)
-    full = listed if isinstance(listed, list) else range(models.keep)
-    options = student_options(spec, student.model_dump())
     with torch.device("meta"):
-        config = LT2Config.from_spec(spec, student.mixers(full, spec.num_layers), **options)
-        model = LT2ForCausalLM(config)
+        model = LT2ForCausalLM(models.config)
     for way in asked:
         way.check(model)

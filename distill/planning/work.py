@@ -205,9 +205,9 @@ def _mixer_flops(model: ModelFacts, spec: TeacherSpec, layer: int, length: int) 
     if facts.mixer in PRODUCTS:
         within, across = PRODUCTS[facts.mixer]
         flops += width * (within * CHUNK_TOKENS + 2 * across * spec.head_dim)
+    flops += 4 * width * facts.depth_slots
     if not MIXERS[facts.mixer].keeps_keys:
         return flops
-    flops += 4 * width * facts.depth_slots
     limits = [length / 2, *([] if facts.attended is None else [facts.attended])]
     seen = [min(limits) if w is None else min(*limits, w) for w in facts.windows]
     tokens = sum(seen) / facts.visits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ltconvert.distill.reporting import plots
@@ -102,7 +102,7 @@ def layers(run: RunFolder) -> Section:
     """Which mixer every layer has, and why."""
     section = Section("Layers")
     if run.pools is not None:
-        section.text.append(one_layer(run.pools))
+        section.text.append(one_layer(run.pools, run.mixers))
         return section
     mixers = run.mixers
     if mixers is not None:
@@ -123,17 +123,17 @@ def layers(run: RunFolder) -> Section:
     return section
 
 
-def one_layer(pools: Mapping[str, Any]) -> str:
+def one_layer(pools: Mapping[str, Any], mixers: Sequence[str] | None) -> str:
     """What a Dreamer has in place of layers."""
-    left = (
-        ""
-        if not (pools.get("null_entries") or pools.get("null_experts"))
-        else " Fewer where it chooses a null instead."
-    )
+    others = sorted(set(mixers or ()) - {"full"})
+    own = f" with {others[0]} mixers" if others else ""
+    nulls = pools.get("null_entries") or pools.get("null_experts")
+    fewer = " Fewer where it chooses a null instead." if nulls else ""
     return (
-        f"One layer for all depths. A token uses {pools['top_entries']} of {pools['entries']} "
-        f"attention projections and {pools['top_experts']} of {pools['experts']} experts at each; "
-        f"an MLP of the teacher is {pools['slices']} of them.{left}"
+        f"One layer{own} for all depths. A token uses {pools['top_entries']} of "
+        f"{pools['entries']} attention projections and {pools['top_experts']} of "
+        f"{pools['experts']} experts at each; an MLP of the teacher is {pools['slices']} of them."
+        f"{fewer}"
     )
 
 

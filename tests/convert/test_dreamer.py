@@ -347,10 +347,12 @@ def test_one_grouped_product_on_a_gpu_is_as_right_as_plain_ones(count: int) -> N
 
 
 @pytest.mark.gpu
-def test_a_step_on_a_gpu_is_that_of_a_cpu() -> None:
+@pytest.mark.parametrize("kind", ["full", "gdn"])
+def test_a_step_on_a_gpu_is_that_of_a_cpu(kind: str) -> None:
     """Loss and gradients in bf16 beside those in fp64, grouped products and depth slots and all."""
     spec = tiny_spec("qwen3", hidden_size=64, intermediate_size=96, head_dim=16)
-    model = tiny_model(spec, dreamer=dreamer_options(slices=2, top_experts=3)).train()
+    pools = dreamer_options(slices=2, top_experts=3)
+    model = tiny_model(spec, [kind] * 3, dreamer=pools).train()
     ids, found = tokens(2, 33), []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         model = model.to(device, dtype)

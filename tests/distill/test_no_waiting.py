@@ -71,15 +71,19 @@ def test_a_step_waits_for_nothing(stage: str, family: str, mixers: list[str]) ->
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("nulls", [{}, {"null_entries": 1, "null_experts": 2}])
-def test_routing_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, nulls: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "nulls"),
+    [("full", 0), ("gdn", 0), ("gdn_window", 0), ("full", 1)],
+)
+def test_routing_waits_for_nothing(kind: str, nulls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "_has_kernel", lambda weight: True)
     monkeypatch.setattr(torch, "_grouped_mm", shapes_of_grouped_products)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)  # as above
     monkeypatch.setattr(torch, "autocast", lambda kind, enabled: nullcontext())
-    teacher = tiny_model(tiny_spec("qwen3", head_dim=16)).requires_grad_(False)
+    teacher = tiny_model(tiny_spec("qwen3", head_dim=16), [kind] * 3).requires_grad_(False)
     dreamer = {"entries": 3, "experts": 6, "slices": 2, "top_experts": 3}
-    student = build_student(teacher, ["full"] * 3, {"dreamer": dreamer | nulls})
+    dreamer |= {"null_entries": nulls, "null_experts": 2 * nulls}
+    student = build_student(teacher, [kind] * 3, {"dreamer": dreamer})
     objective = LogitsObjective(teacher.to("meta"), student.to("meta"), LogitsSettings())
     for progress in (0.0, 0.3, 0.9):
         values = objective.train_step(packed().to("meta"), lambda loss: loss.backward(), progress)

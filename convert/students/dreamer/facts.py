@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 
 from torch import nn
@@ -12,11 +13,12 @@ from ltconvert.convert.students.dreamer.layer import DreamerLayer
 def active_parameters(layer: DreamerLayer) -> tuple[int, int]:
     """(All, those of attention and of what stands before it) that one visit multiplies by."""
     config = layer.config
-    attention = _share(layer.attention, Fraction(config.top_entries, config.entries))
+    attention = _share(layer.attention.parts(), Fraction(config.top_entries, config.entries))
+    attention += layer.attention.core_parameters()
     attention += layer.attention_router.keys.numel()
-    attention += _share(layer.depth, Fraction(1))
-    experts = _share(layer.experts, Fraction(config.top_experts, config.experts))
-    experts += layer.expert_router.keys.numel() + _share(layer.shared, Fraction(1))
+    attention += _values(layer.depth)
+    experts = _share(layer.experts.parts(), Fraction(config.top_experts, config.experts))
+    experts += layer.expert_router.keys.numel() + _values(layer.shared)
     return attention + experts, attention
 
 
@@ -37,7 +39,11 @@ def depth_width(layer: DreamerLayer) -> int:
     return 2 * (len(layer.windows) - 1) * layer.config.depth_heads * layer.spec.head_dim
 
 
-def _share(part: nn.Module | None, share: Fraction) -> int:
-    """Of the values in a part; 0 where there is none."""
-    values = 0 if part is None else sum(parameter.numel() for parameter in part.parameters())
-    return int(values * share)
+def _share(parts: Iterable[nn.Module], share: Fraction) -> int:
+    """Of the values in a pool's parts."""
+    return int(sum(map(_values, parts)) * share)
+
+
+def _values(part: nn.Module | None) -> int:
+    """In a part; 0 where there is none."""
+    return 0 if part is None else sum(parameter.numel() for parameter in part.parameters())

@@ -5,7 +5,7 @@ B rows, T tokens, N = B T, C hidden width, H heads of depth attention, D their w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,18 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from ltconvert.convert.mixers import SequenceContext
+from ltconvert.convert.mixers.linear import LinearMixer
 from ltconvert.convert.students.dreamer import grouped
 from ltconvert.convert.students.dreamer.banks import Stacks, stacks_of
 from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.dreamer.depth import DepthAttention, Slot
 from ltconvert.convert.students.dreamer.pools import (
-    AttentionPool,
+    Depth,
     ExpertPool,
     SharedExpert,
     attend,
     gated,
     unit_rms,
 )
+from ltconvert.convert.students.dreamer.recurrent import sequence_pool
 from ltconvert.convert.students.dreamer.router import Router, Routes
 from ltconvert.convert.students.dreamer.rows import ChosenRows, Mixture, OwnRows
 from ltconvert.convert.students.loop import Step
@@ -67,6 +69,10 @@ class DreamerLayer(nn.Module):
     those that the router chooses. With r = 0, depth attention and the shared expert at their start,
     this is the teacher; with r = 1 nothing of what was forced is left.
 
+    Args:
+        windows: of the softmax attention at each depth.
+        mixers: linear ones, of each layer of the teacher, where it has these.
+
     Attributes:
         release: r, moved by training; saved with the weights. Set it by ``set_release``.
     """
@@ -79,6 +85,7 @@ class DreamerLayer(nn.Module):
         config: DreamerConfig,
         schedule: tuple[Step, ...],
         windows: list[int | None],
+        mixers: Sequence[LinearMixer] = (),
     ) -> None:
         super().__init__()
         self.spec, self.config = spec, config
@@ -90,7 +97,7 @@ class DreamerLayer(nn.Module):
         self.depth = (
             DepthAttention(spec, depths, config.depth_heads) if config.depth_heads else None
         )
-        self.attention = AttentionPool(spec, config.entries)
+        self.attention = sequence_pool(spec, config.entries, mixers)
         self.attention_router = Router(
             width, config.entries, layers, slices=1, top=config.top_entries,
             select_by=config.select_by, nulls=config.null_entries,
@@ -146,7 +153,7 @@ class DreamerLayer(nn.Module):
         mixture = self._mixture(entries, router, visit)
         y_BTC = self.attention(
             self._read(h_BTC, x_BTC), mixture, context, cache_layer,
-            rope_name=self.ropes[visit.depth], window=self.windows[visit.depth],
+            Depth(visit.layer, self.ropes[visit.depth], self.windows[visit.depth]),
         )  # fmt: skip
         if seen is not None and self.config.parallel:
             h_BTC = h_BTC + seen
@@ -216,9 +223,7 @@ class DreamerPass:
     def of(cls, layer: DreamerLayer) -> DreamerPass:
         """A new one."""
         slices = layer.config.slices
-        stacks = stacks_of(layer.attention.modules(), 1) | stacks_of(
-            layer.experts.modules(), slices
-        )
+        stacks = stacks_of(layer.attention.parts(), 1) | stacks_of(layer.experts.parts(), slices)
         return cls(layer, stacks)
 
     def visit(self, step: Step) -> Visit:

@@ -5,9 +5,11 @@ B rows, T tokens, C hidden width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ltconvert.convert.students.dreamer.layer import DreamerLayer, DreamerPass
+from ltconvert.convert.students.dreamer.taken_over import RECURRENT, mixer_kind
 
 if TYPE_CHECKING:
     from ltconvert.convert.mixers import SequenceContext
@@ -17,13 +19,23 @@ if TYPE_CHECKING:
     from ltconvert.convert.students.lt2_model import LT2Model
 
 
-def make_dreamer(config: LT2Config) -> DreamerLayer | None:
-    """The one layer of a Dreamer; None where layers follow each other."""
+def make_dreamer(config: LT2Config, make_mixer: Callable[[str, int], Any]) -> DreamerLayer | None:
+    """The one layer of a Dreamer; None where layers follow each other.
+
+    Args:
+        make_mixer: a mixer of a kind for a layer of the teacher.
+
+    Raises:
+        UserError: no Dreamer has such mixers.
+    """
     pools, schedule = config.dreamer_config(), config.made_schedule()
     if pools is None:
         return None
     windows = [config.window(step.layer, step.loop) for step in schedule]
-    return DreamerLayer(config.spec(), pools, schedule, windows)
+    kind, mixers = mixer_kind(config.mixers), []
+    if kind in RECURRENT:
+        mixers = [make_mixer(kind, layer) for layer in range(config.num_layers)]
+    return DreamerLayer(config.spec(), pools, schedule, windows, mixers)
 
 
 def dreamer_pass(model: LT2Model) -> DreamerPass | None:

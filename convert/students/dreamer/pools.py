@@ -14,11 +14,13 @@ I width of an expert.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
-from transformers.cache_utils import CacheLayerMixin
 
 from ltconvert.convert.mixers import SequenceContext
 from ltconvert.convert.mixers.attention import ZeroLinear, softmax_attention
@@ -41,6 +43,10 @@ class Pool(nn.Module):
         behind = spec.norm_layout != "pre"
         self.post_norm = Gains(experts, spec.hidden_size, spec.norm_offset) if behind else None
 
+    def parts(self) -> Iterator[Bank | Gains]:
+        """All that holds tensors of each expert."""
+        return (module for module in self.modules() if isinstance(module, Bank | Gains))
+
     def joined(self, h_BTC: Tensor, y_BTC: Tensor, mixture: Mixture) -> Tensor:
         """The stream with a branch's output, [B, T, C].
 
@@ -59,20 +65,40 @@ class Pool(nn.Module):
         return x_NC.view_as(h_BTC)
 
 
+class Depth(NamedTuple):
+    """What belongs to a depth, not to an entry: the teacher's layer, its positions and window."""
+
+    layer: int
+    rope_name: str | None
+    window: int | None
+
+
 class AttentionPool(Pool):
     """Causal softmax attention whose projections are mixtures over the pool, by the same weights.
 
     ``qkv`` is the teacher's q, k and v projections, one below the other.
+
+    Args:
+        widths: channels of each of the projections; by default those of the teacher's attention.
+        bias: whether any has one.
     """
 
-    def __init__(self, spec: TeacherSpec, entries: int) -> None:
+    def __init__(
+        self,
+        spec: TeacherSpec,
+        entries: int,
+        widths: Sequence[int] | None = None,
+        *,
+        bias: bool | None = None,
+    ) -> None:
         super().__init__(spec, entries, 1)
-        query, key = (
-            heads * spec.head_dim for heads in (spec.num_attention_heads, spec.num_key_value_heads)
-        )
-        self.widths = [query, key, key]
+        query = spec.num_attention_heads * spec.head_dim
+        kept = spec.num_key_value_heads * spec.head_dim
+        self.widths = [query, kept, kept] if widths is None else list(widths)
+        key = self.widths[1]
         self.attend = attend  # a compiled one while it trains
-        self.qkv = Bank(entries, spec.hidden_size, sum(self.widths), bias=spec.qkv_bias)
+        bias = spec.qkv_bias if bias is None else bias
+        self.qkv = Bank(entries, spec.hidden_size, sum(self.widths), bias=bias)
         self.o = Bank(entries, query, spec.hidden_size, bias=spec.o_bias)
         if spec.qk_norm is not None:
             sizes = (spec.head_dim,) * 2 if spec.qk_norm == "head" else (query, key)
@@ -83,37 +109,43 @@ class AttentionPool(Pool):
         x_BTC: Tensor,
         mixture: Mixture,
         context: SequenceContext,
-        cache_layer: CacheLayerMixin | None,
-        *,
-        rope_name: str | None,
-        window: int | None,
+        cache_layer: Any,
+        at: Depth,
     ) -> Tensor:
         """x [B, T, C] (normed where the family does) -> output of the branch, [B, T, C]."""
-        rows_and_tokens = x_BTC.shape[:2]
         projected = self._project(x_BTC.flatten(0, 1), mixture.without_nulls())
-        q_BHTD, k_BGSD, v_BGSD = (
-            y.unflatten(0, rows_and_tokens).transpose(1, 2) for y in projected
-        )
-        if cache_layer is None:
-            o_BHTD = self.attend(self, q_BHTD, k_BGSD, v_BGSD, context, rope_name, window)
-        else:
-            q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, rope_name)
-            k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
-            o_BHTD = softmax_attention(q_BHTD, k_BGSD, v_BGSD, context, self.spec, window)
-        o_NM = o_BHTD.transpose(1, 2).flatten(2).flatten(0, 1)
+        projected = [y.unflatten(0, x_BTC.shape[:2]) for y in projected]
+        o_NM = self.mixed(projected, context, cache_layer, at).flatten(0, 1)
         y_NC = mixture(lambda rows: rows.out(rows.spread(o_NM), self.o))
         return y_NC.view_as(x_BTC)
 
-    def _project(self, x_NC: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, D], keys and values [N, G, D], normed as the family does."""
+    def mixed(
+        self, projected: Sequence[Tensor], context: SequenceContext, cache_layer: Any, at: Depth
+    ) -> Tensor:
+        """What is between the projections of ``qkv`` [B, T, ...] and ``o``, [B, T, M]."""
+        q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in projected)
+        if cache_layer is None:
+            o_BHTD = self.attend(self, q_BHTD, k_BGSD, v_BGSD, context, at.rope_name, at.window)
+        else:
+            q_BHTD, k_BGSD = rotated(q_BHTD, k_BGSD, context.rope, at.rope_name)
+            k_BGSD, v_BGSD = cache_layer.update(k_BGSD, v_BGSD)
+            o_BHTD = softmax_attention(q_BHTD, k_BGSD, v_BGSD, context, self.spec, at.window)
+        return o_BHTD.transpose(1, 2).flatten(2)
+
+    def core_parameters(self) -> int:
+        """Values that belong to a depth, beside those of its entries."""
+        return 0
+
+    def _project(self, x_NC: Tensor, mixture: Mixture) -> list[Tensor]:
+        """Queries [N, H, D], keys and values [N, G, D], normed as the family does, and the rest."""
         y_NO = mixture(lambda rows: rows.out(rows.spread(x_NC), self.qkv))
-        q, k, v = y_NO.split(self.widths, dim=-1)
+        q, k, v, *others = y_NO.split(self.widths, dim=-1)
         if self.spec.qk_norm == "full":
             q, k = self._qk_normed(q, k, mixture)
         q, k, v = (y.unflatten(-1, (-1, self.spec.head_dim)) for y in (q, k, v))
         if self.spec.qk_norm == "head":
             q, k = self._qk_normed(q, k, mixture)
-        return q, k, v
+        return [q, k, v, *others]
 
     def _qk_normed(self, q: Tensor, k: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
         eps = self.spec.rms_norm_eps

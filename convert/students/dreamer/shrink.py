@@ -107,9 +107,10 @@ def _shares(weights: Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def likeness(pool: nn.Module) -> Tensor:
+def likeness(pool: Pool) -> Tensor:
     """Cosines of all entries' parameters, [E, E] in fp32."""
-    grams = [p.flatten(1).float() @ p.flatten(1).float().T for p in pool.parameters()]
+    tensors = [p.flatten(1).float() for part in pool.parts() for p in part.parameters()]
+    grams = [x @ x.T for x in tensors]
     gram_EE = torch.stack(grams).sum(0)
     norm_E = gram_EE.diagonal().clamp(min=1e-30).sqrt()
     return gram_EE / (norm_E[:, None] * norm_E)
@@ -151,7 +152,7 @@ def shrink(model: LT2ForCausalLM, attention: Cut, experts: Cut) -> None:
 
 
 def _cut_pool(pool: Pool, cut: Cut) -> None:
-    for module in pool.modules():
+    for module in pool.parts():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, _parameter(_means(parameter, cut), parameter))
 
