@@ -347,11 +347,12 @@ def test_one_grouped_product_on_a_gpu_is_as_right_as_plain_ones(count: int) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["full", "gdn"])
-def test_a_step_on_a_gpu_is_that_of_a_cpu(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "nulls"), [("full", 0), ("gdn", 0), ("full", 1)])
+def test_a_step_on_a_gpu_is_that_of_a_cpu(kind: str, nulls: int) -> None:
     """Loss and gradients in bf16 beside those in fp64, grouped products and depth slots and all."""
     spec = tiny_spec("qwen3", hidden_size=64, intermediate_size=96, head_dim=16)
-    pools = dreamer_options(slices=2, top_experts=3)
+    sizes = {"null_entries": nulls, "null_experts": 2 * nulls}
+    pools = dreamer_options(slices=2, top_experts=3, **sizes)
     model = tiny_model(spec, [kind] * 3, dreamer=pools).train()
     ids, found = tokens(2, 33), []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
