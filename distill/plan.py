@@ -62,6 +62,7 @@ class PoolPlan:
     share: float
     entries: int
     experts: int
+    top_experts: int
     footprint: Footprint
 
 
@@ -213,11 +214,13 @@ def _pools(recipe: Recipe, models: Models) -> tuple[PoolPlan, ...]:
     """In rows of the stage `shrink`."""
     if not models.pools or "shrink" not in recipe.stages:
         return ()
-    layers, slices = models.spec.num_layers, recipe.student.slices
-    whole = PoolFacts(1.0, layers, layers * slices, models.hybrid)
+    layers, student = models.spec.num_layers, recipe.student
+    whole = PoolFacts(1.0, layers, layers * student.slices, student.top_experts, models.hybrid)
     tokens = recipe.shrink.seq_len_tokens
     return tuple(
-        PoolPlan(x.share, x.entries, x.experts, footprint(x.facts, models.spec, tokens))
+        PoolPlan(
+            x.share, x.entries, x.experts, x.top_experts, footprint(x.facts, models.spec, tokens)
+        )
         for x in (whole, *models.pools)
     )
 

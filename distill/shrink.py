@@ -22,6 +22,7 @@ from ltconvert.convert.students.dreamer.shrink import (
     choose,
     likeness,
     pool_sizes,
+    set_top_experts,
     shrink,
 )
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
@@ -39,15 +40,16 @@ _SEEDS_A_STEP = 100  # more than there are stages
 
 
 def run(settings: ShrinkSettings, inputs: StageInputs, stage_dir: Path) -> StageResult:
-    """Cut and train for each share of ``student.pool_schedule``; resumes by itself."""
-    shares = inputs.recipe.student.pool_schedule
-    step_settings = settings.of_one_step(len(shares))
+    """Cut and train for each step of the student's schedules; resumes by itself."""
+    steps = inputs.recipe.student.steps
+    step_settings = settings.of_one_step(len(steps))
     facts: dict[str, Any] = {"tokens": 0, "steps": 0, "seconds": 0.0, "pools": []}
     student = inputs.student
-    for number, share in enumerate(shares):
+    for number, (share, top) in enumerate(steps):
         folder = stage_dir / f"step-{number}"
         own = replace(inputs, student=student, seed=inputs.seed + _SEEDS_A_STEP * number)
         objective = logits.prepare(own, settings)
+        set_top_experts(objective.module, top)
         cut_to(objective.module, share, own, settings, folder)
         trained = own.train(objective, step_settings, folder, f"shrink to {share:g}")
         student = logits.finished(objective)
@@ -143,4 +145,9 @@ def _rows(inputs: StageInputs, settings: ShrinkSettings, tokens: int) -> Iterato
 def _sizes(student: LT2ForCausalLM) -> dict[str, int]:
     config = student.model.dreamer.config
     parameters = sum(parameter.numel() for parameter in student.parameters())
-    return {"entries": config.entries, "experts": config.experts, "parameters": parameters}
+    return {
+        "entries": config.entries,
+        "experts": config.experts,
+        "top_experts": config.top_experts,
+        "parameters": parameters,
+    }

@@ -45,6 +45,11 @@ class DreamerSettings(Settings):
         description="`dreamer`: shares of both pools that the stage `shrink` leaves, step by step:"
         " [0.75, 0.5]",
     )
+    top_schedule: list[Annotated[int, Field(ge=1)]] = Field(
+        [],
+        description="`dreamer`: experts that a token uses at a depth from each of those steps on, a"
+        " number for each; default: `top_experts` all along",
+    )
     pool_cut: Literal["drop", "merge"] = Field(
         "drop",
         description="`dreamer`: entries that are worth least leave a pool, or enter the mean of the"
@@ -55,6 +60,12 @@ class DreamerSettings(Settings):
         description="`dreamer`: what an entry is worth: the KL that doing without it costs (a"
         " forward pass each), or what it adds to the stream",
     )
+
+    @property
+    def steps(self) -> list[tuple[float, int]]:
+        """Of the stage `shrink`: the share of the pools, and experts that a token uses."""
+        tops = self.top_schedule or [self.top_experts] * len(self.pool_schedule)
+        return list(zip(self.pool_schedule, tops, strict=True))
 
     @field_validator("pool_schedule")
     @classmethod

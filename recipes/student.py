@@ -98,6 +98,17 @@ class StudentSettings(MixerSettings, DreamerSettings):
         return self
 
     @model_validator(mode="after")
+    def _every_step_has_its_experts(self) -> Self:
+        """A number for each step of `shrink`, that holds a whole MLP."""
+        tops = self.top_schedule
+        if tops and (len(tops) != len(self.pool_schedule) or min(tops) < self.slices):
+            raise ValueError(
+                f"student.top_schedule has a number for each of the {len(self.pool_schedule)} steps"
+                f" of student.pool_schedule, at least {self.slices} (student.slices), got {tops}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _tying_needs_loops(self) -> Self:
         """How often the core of a dense teacher runs cannot be read off the teacher."""
         if self.loop_start is not None and (self.loops or 1) < 2:

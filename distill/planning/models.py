@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ltconvert.convert.dropping import count_dropped, shortened_spec
@@ -27,6 +27,7 @@ class PoolFacts:
     share: float
     entries: int
     experts: int
+    top_experts: int
     facts: ModelFacts
 
 
@@ -127,11 +128,13 @@ def _pools(config: LT2Config, student: StudentSettings) -> tuple[PoolFacts, ...]
     """What is left of a Dreamer at each share."""
     found, start = [], config.dreamer_config()
     assert start is not None
-    for share in student.pool_schedule:
-        left = config_after(start, config.num_layers, share, student.pool_cut)
+    for share, top in student.steps:
+        left = config_after(
+            replace(start, top_experts=top), config.num_layers, share, student.pool_cut
+        )
         smaller = copy.deepcopy(config)
         smaller.dreamer = asdict(left)
-        found.append(PoolFacts(share, left.entries, left.experts, model_facts(smaller)))
+        found.append(PoolFacts(share, left.entries, left.experts, top, model_facts(smaller)))
     return tuple(found)
 
 

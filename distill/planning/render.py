@@ -64,7 +64,15 @@ def _pools(plan: Plan) -> Table:
     """What each step of the stage `shrink` leaves of a Dreamer."""
     table = Table(title="Pools, as the stage shrink leaves them")
     table.add_column("share of the layers")
-    columns = ("entries", "experts", "parameters", "a token meets", "operations", "cache a token")
+    columns = (
+        "entries",
+        "experts",
+        "used at a depth",
+        "parameters",
+        "a token meets",
+        "operations",
+        "cache a token",
+    )
     for name in columns:
         table.add_column(name, justify="right")
     for pool in plan.pools:
@@ -73,6 +81,7 @@ def _pools(plan: Plan) -> Table:
             f"{pool.share:.0%}",
             str(pool.entries),
             str(pool.experts),
+            str(pool.top_experts),
             *(short_number(x) for x in (cost.parameters, cost.active_parameters, cost.flops)),
             f"{cost.memory_bytes / 1024:,.1f} KiB",
         )

@@ -39,11 +39,18 @@ def stages(run: RunFolder) -> Section:
 
 def _pools(steps: list[dict[str, Any]]) -> Table:
     """A Dreamer after each step of the stage `shrink`."""
-    headers = ("share of the layers", "entries", "experts", "parameters", "last training KL")
+    headers = (
+        "share of the layers",
+        "entries",
+        "experts",
+        "used at a depth",
+        "parameters",
+        "last training KL",
+    )
     rows = [
         [
             percent(step["share"]),
-            *(count(step[name]) for name in ("entries", "experts", "parameters")),
+            *(count(step[name]) for name in ("entries", "experts", "top_experts", "parameters")),
             number(step.get("kl"), digits=4),
         ]
         for step in steps

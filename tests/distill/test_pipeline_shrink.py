@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import tiny_model, tiny_spec, tokens
 from pipeline_case import convert, make_recipe
 from pydantic import ValidationError
 
 from ltconvert.convert.checkpoint import load_student
 from ltconvert.convert.students.dreamer.config import DreamerConfig
-from ltconvert.convert.students.dreamer.shrink import pool_sizes
+from ltconvert.convert.students.dreamer.shrink import pool_sizes, set_top_experts
 from ltconvert.convert.teachers.load import Teacher
 from ltconvert.distill.evaluate import evaluate
 from ltconvert.distill.report import build_report
 from ltconvert.distill.runlog import RunLog
+from ltconvert.errors import UserError
 from ltconvert.recipes.schema import Recipe
 from ltconvert.recipes.student import StudentSettings
 
@@ -29,6 +31,7 @@ STUDENT: dict[str, Any] = {
     "top_experts": 2,
     "top_entries": 1,
     "pool_schedule": [1.0, 0.67, 0.34],
+    "top_schedule": [3, 2, 2],
 }
 
 
@@ -44,6 +47,7 @@ def test_pools_shrink_and_what_is_left_learns(
     facts = json.loads((tmp_path / "out/stages/shrink/stage.json").read_text())["facts"]
     pools = [(step["entries"], step["experts"]) for step in facts["pools"]]
     assert pools == [(3, 6), (2, 4), (1, 2)]
+    assert [step["top_experts"] for step in facts["pools"]] == [3, 2, 2]
     sizes = [step["parameters"] for step in facts["pools"]]
     assert sizes == sorted(sizes, reverse=True)
     evaluate(
@@ -58,7 +62,7 @@ def test_pools_shrink_and_what_is_left_learns(
     )
     build_report(tmp_path / "out")
     report = (tmp_path / "out/report.md").read_text()
-    assert "| 34.0 % | 1 | 2 |" in report and "shrink to 0.34" in report
+    assert "| 34.0 % | 1 | 2 | 2 |" in report and "shrink to 0.34" in report
     assert "## Routing" in report and "| attention | 1 | 0 |" in report
     loaded = load_student(result.student_dir)
     assert loaded.config.dreamer["experts"] == 2
@@ -96,6 +100,32 @@ def test_sizes_of_pools() -> None:
     assert pool_sizes(config, 30, 0.75) == (22, 88)
     assert pool_sizes(config, 30, 0.01) == (2, 8)  # what tokens use, in whole MLPs
     assert pool_sizes(config, 60, 1.0) == (30, 120)  # no more than there are
+
+
+def test_more_or_fewer_experts_are_what_a_student_made_with_so_many_does() -> None:
+    made = {"entries": 3, "experts": 6, "slices": 2}
+    student, wanted = (
+        tiny_model(tiny_spec(FAMILY), dreamer=made | {"top_experts": top}) for top in (2, 4)
+    )
+    for model in (student, wanted):
+        model.model.dreamer.set_release(1.0)
+    wanted.load_state_dict(student.state_dict())
+    set_top_experts(student, 4)
+    assert student.config.dreamer_config() == wanted.config.dreamer_config()
+    ids = tokens(2, 9)
+    assert torch.equal(student(ids).logits, wanted(ids).logits)
+    with pytest.raises(UserError, match="top_experts 1 is less than the 2 slices"):
+        set_top_experts(student, 1)
+    with pytest.raises(UserError, match="top_experts is 7, the pool holds 6"):
+        set_top_experts(student, 7)
+
+
+def test_every_step_has_its_experts() -> None:
+    for tops in ([2, 2], [2, 2, 1]):
+        with pytest.raises(ValidationError, match="each of the 3 steps"):
+            StudentSettings(**{**STUDENT, "top_schedule": tops})
+    steps = StudentSettings(**{**STUDENT, "top_schedule": []}).steps
+    assert steps == [(1.0, 2), (0.67, 2), (0.34, 2)]
 
 
 def test_shares_fall() -> None:

@@ -51,6 +51,16 @@ def test_every_step_has_a_row_with_the_parameters_of_its_model() -> None:
     assert "34%" in page.getvalue()
 
 
+def test_fewer_experts_a_token_are_fewer_parameters_that_it_meets() -> None:
+    same = {"top_entries": 1, "pool_schedule": [1.0, 1.0]}
+    whole, wide, narrow = make(**same, top_experts=3, top_schedule=[4, 2]).pools
+    assert [pool.top_experts for pool in (whole, wide, narrow)] == [3, 4, 2]
+    met = [pool.footprint.active_parameters for pool in (narrow, whole, wide)]
+    expert = 3 * tiny_spec().hidden_size * tiny_spec().intermediate_size // 2
+    depths = tiny_spec().num_layers
+    assert met == [met[0], met[0] + depths * expert, met[0] + 2 * depths * expert]
+
+
 def test_the_steps_share_the_budget() -> None:
     made = make()
     row = next(row for row in made.rows if row.stage == "shrink")

@@ -151,6 +151,19 @@ def shrink(model: LT2ForCausalLM, attention: Cut, experts: Cut) -> None:
     model.config.dreamer = asdict(layer.config)
 
 
+def set_top_experts(model: LT2ForCausalLM, top: int) -> None:
+    """Let a token use more or fewer experts at each depth from now on; weights are normalised.
+
+    Raises:
+        UserError: more than the pool holds, or fewer than the slices of one MLP.
+    """
+    layer = model.model.dreamer
+    assert layer is not None, "not a Dreamer"
+    layer.config = replace(layer.config, top_experts=top)
+    layer.expert_router.top = top
+    model.config.dreamer = asdict(layer.config)
+
+
 def _cut_pool(pool: Pool, cut: Cut) -> None:
     for module in pool.parts():
         for name, parameter in list(module.named_parameters(recurse=False)):
