@@ -20,7 +20,7 @@ from ltconvert.distill.evaluation.scores import last_hidden
 from ltconvert.distill.precision import autocast
 from ltconvert.distill.selection.compare import kl_sums
 
-_NEVER = -1e4  # as a logit: no key makes up for it
+_NEVER = -1e4  # as a logit and as a bias: no key makes up for it, and no other bias
 
 
 @torch.no_grad()
@@ -58,14 +58,16 @@ def pool_damage(
 @contextmanager
 def _without(router: Router, entry: int) -> Iterator[None]:
     """Nobody chooses the entry; a null stands in for it."""
-    kept = router.keys, router.depth_logits
+    kept = router.keys, router.depth_logits, router.balance
     keys_ZC, logits_DZ = nulls_in_place_of(router, [entry])
     logits_DE = kept[1][:, : router.experts].clone()
     logits_DE[:, entry] = _NEVER
     keys_XC = torch.cat([kept[0][: router.experts], keys_ZC])
     router.keys = nn.Parameter(keys_XC, requires_grad=False)
     router.depth_logits = nn.Parameter(torch.cat([logits_DE, logits_DZ], 1), requires_grad=False)
+    router.balance = kept[2].clone()
+    router.balance[entry] = _NEVER
     try:
         yield
     finally:
-        router.keys, router.depth_logits = kept
+        router.keys, router.depth_logits, router.balance = kept

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ltconvert.convert.dropping import count_dropped, shortened_spec
 from ltconvert.convert.inspect import LayerFacts, ModelFacts, model_facts
 from ltconvert.convert.mixers import MIXERS
-from ltconvert.convert.students.dreamer.shrink import config_after
+from ltconvert.convert.students.dreamer.shrink import configs_after
 from ltconvert.convert.students.lt2 import LT2Config
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import origin_spec, student_options
@@ -128,10 +128,9 @@ def _pools(config: LT2Config, student: StudentSettings) -> tuple[PoolFacts, ...]
     """What is left of a Dreamer at each share."""
     found, start = [], config.dreamer_config()
     assert start is not None
-    for share, top in student.steps:
-        left = config_after(
-            replace(start, top_experts=top), config.num_layers, share, student.pool_cut
-        )
+    steps = student.steps
+    after = configs_after(start, config.num_layers, steps, student.pool_cut)
+    for (share, top), left in zip(steps, after, strict=True):
         smaller = copy.deepcopy(config)
         smaller.dreamer = asdict(left)
         found.append(PoolFacts(share, left.entries, left.experts, top, model_facts(smaller)))

@@ -25,9 +25,12 @@ def log_probs(model: LT2ForCausalLM) -> torch.Tensor:
     return F.log_softmax(output.logits[BATCH.keep_BT].double(), -1)
 
 
-def test_damage_is_the_kl_of_the_model_whose_pool_lacks_the_entry() -> None:
-    model = released()
+@pytest.mark.parametrize("select_by", ["logits", "scores"])
+def test_damage_is_the_kl_of_the_model_whose_pool_lacks_the_entry(select_by: str) -> None:
+    """A bias above 0 would choose an entry whose score is 0."""
+    model = released(select_by=select_by)
     layer, calls = model.model.dreamer, []
+    layer.attention_router.balance.copy_(torch.tensor([0.7, -0.3, 0.9]))
     before = layer.attention_router.balance.clone()
     found = pool_damage(model, layer.attention_router, [BATCH], done=lambda: calls.append(1))
     assert len(calls) == 3 and torch.equal(layer.attention_router.balance, before)

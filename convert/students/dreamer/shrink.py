@@ -68,6 +68,29 @@ def config_after(config: DreamerConfig, layers: int, share: float, how: How) -> 
     )
 
 
+def configs_after(
+    config: DreamerConfig, layers: int, steps: Sequence[tuple[float, int]], how: How
+) -> list[DreamerConfig]:
+    """Of the model that each step leaves.
+
+    Args:
+        steps: a share, and experts that a token uses from there on.
+
+    Raises:
+        UserError: those are more than the step before has left.
+    """
+    found: list[DreamerConfig] = []
+    for share, top in steps:
+        if top > config.experts:
+            raise UserError(
+                f"student.top_schedule: {top} experts a token in step {len(found)}, which begins "
+                f"with {config.experts}; give no more, or larger shares before it"
+            )
+        config = config_after(replace(config, top_experts=top), layers, share, how)
+        found.append(config)
+    return found
+
+
 def choose(
     effect_DE: Tensor,
     likeness_EE: Tensor,
