@@ -11,6 +11,9 @@ import torch
 
 from ltconvert import recipes
 from ltconvert.convert.dropping import count_dropped, drop_layers
+from ltconvert.convert.students.dreamer.build import dreamer_options
+from ltconvert.convert.students.dreamer.config import DreamerConfig
+from ltconvert.convert.students.dreamer.shrink import configs_after
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
 from ltconvert.convert.teachers.spec import TeacherSpec
@@ -80,7 +83,7 @@ class Lineage:
         Raises:
             UserError: names what differs.
         """
-        shortened(self._origin_spec(), self.recipe.student.drop_layers)
+        self._check_sizes()
         check_owner(self.shelf.run_dir, self._owner())
         parts = chain(self.recipe, self.teacher, self.precision, self.recipe.stages)
         for stage, depends_on in parts.items():
@@ -89,6 +92,15 @@ class Lineage:
             self.records[stage] = record
         wait_for_everyone()  # nobody writes a record that another has yet to read
         self._check_choice()
+
+    def _check_sizes(self) -> None:
+        """What later stages make of the teacher has to fit it from the start."""
+        spec, student = self._origin_spec(), self.recipe.student
+        shortened(spec, student.drop_layers)
+        pools = dreamer_options(spec, student.model_dump())
+        if pools is not None:
+            start = DreamerConfig(**pools)
+            configs_after(start, spec.num_layers, student.steps, student.pool_cut)
 
     def claim(self) -> None:
         """Make the run folder this run's own, once nothing refuses the run."""

@@ -80,6 +80,12 @@ class Recipe(Settings):
                 "the stage shrink needs routing that the stage logits has released; set"
                 " logits.enabled=true, or leave out student.pool_schedule"
             )
+        for stage in ("shrink", "longctx") if "shrink" in self.stages else ():
+            if share := getattr(self, stage).release_share:
+                raise ValueError(
+                    f"{stage}.release_share is {share}, but pools that shrank lack layers to begin"
+                    " from; leave it at 0"
+                )
         return self
 
     @model_validator(mode="after")

@@ -120,6 +120,14 @@ def test_more_or_fewer_experts_are_what_a_student_made_with_so_many_does() -> No
         set_top_experts(student, 7)
 
 
+def test_experts_that_will_not_be_left_are_refused_before_any_work(
+    case: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="5 experts a token in step 2, which begins with 4"):
+        convert(teacher, case, tmp_path / "out", student=STUDENT | {"top_schedule": [3, 2, 5]})
+    assert not (tmp_path / "out").exists()
+
+
 def test_every_step_has_its_experts() -> None:
     for tops in ([2, 2], [2, 2, 1]):
         with pytest.raises(ValidationError, match="each of the 3 steps"):
@@ -133,4 +141,7 @@ def test_shares_fall() -> None:
         StudentSettings(**{**STUDENT, "pool_schedule": [0.5, 0.75]})
     with pytest.raises(ValidationError, match="needs routing that the stage logits has released"):
         Recipe(name="early", student=STUDENT, logits={"enabled": False})
+    for stage in ("shrink", "longctx"):
+        with pytest.raises(ValidationError, match=f"{stage}.release_share is 0.5, but pools"):
+            Recipe(name="again", student=STUDENT, **{stage: {"release_share": 0.5}})
     assert "shrink" not in Recipe(name="dense").stages
