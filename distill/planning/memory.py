@@ -83,14 +83,7 @@ def stage_memory(
             device,
             before=models.mixer_parameters,
         ),
-        "shrink": lambda: _train(
-            recipe.shrink,
-            models,
-            precision,
-            device,
-            before=models.hybrid.parameters,
-            trained=models.trained_in("shrink"),
-        ),
+        "shrink": lambda: _shrink(recipe, models, precision, device),
         "longctx": lambda: _train(
             recipe.longctx,
             models,
@@ -104,6 +97,17 @@ def stage_memory(
         read = models.origin if stage == "select" else models.teacher
         parts["teacher"] += _rounded(read, precision)
     return parts
+
+
+def _shrink(recipe: Recipe, models: Models, precision: str, device: str) -> Parts:
+    """Of the step that takes most: the first one's pools are largest, a later one may use more."""
+    before = models.hybrid.parameters
+    steps = [pool.facts for pool in models.pools] or [models.trained_in("shrink")]
+    parts = [
+        _train(recipe.shrink, models, precision, device, before=before, trained=facts)
+        for facts in steps
+    ]
+    return max(parts, key=lambda part: sum(part.values()))
 
 
 def _align(settings: AlignSettings, models: Models, precision: str) -> Parts:

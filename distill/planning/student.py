@@ -55,12 +55,13 @@ def _routers_that_do_not_learn(recipe: Recipe) -> list[str]:
     if student.kind != "dreamer":
         return []
     shared = " but the shared expert's" if student.shared_size else ""
-    gradients = {"top_entries": "no gradient", "top_experts": f"no gradient{shared}"}
+    lost = f"no gradient{shared}"
+    gradients = {"top_entries": "no gradient", "top_experts": lost, "top_schedule": lost}
     return [
         f"student.{name} 1 leaves a single score, which is normalised to 1: its router gets "
         f"{gradient}, and balancing alone moves the choice; 2 or more let it learn"
         for name, gradient in gradients.items()
-        if getattr(student, name) == 1
+        if getattr(student, name) == 1 or (name == "top_schedule" and 1 in student.top_schedule)
     ]
 
 

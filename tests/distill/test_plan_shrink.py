@@ -61,6 +61,15 @@ def test_fewer_experts_a_token_are_fewer_parameters_that_it_meets() -> None:
     assert met == [met[0], met[0] + depths * expert, met[0] + 2 * depths * expert]
 
 
+def test_memory_is_that_of_the_step_that_takes_most() -> None:
+    peaks = []
+    for tops in ([2, 6], [6, 2], [2, 2]):
+        made = make(pool_schedule=[1.0, 1.0], top_schedule=tops)
+        (row,) = (row for row in made.rows if row.stage == "shrink")
+        peaks.append(row.peak_bytes)
+    assert peaks[0] == peaks[1] > peaks[2]
+
+
 def test_the_steps_share_the_budget() -> None:
     made = make()
     row = next(row for row in made.rows if row.stage == "shrink")
