@@ -54,7 +54,8 @@ class Release:
         """Take in what a micro-batch chose, of all processes.
 
         Returns:
-            ``max_load``: of the most used expert of the MLPs, over the mean; 1 while all is forced.
+            ``max_load``: of the most used expert of the MLPs, over the mean; 1 while all is forced,
+            0 where nulls are all that is chosen.
         """
         top = torch.ones((), device=self.layer.release.device)
         for router, visits in zip(self.routers, zip(*routes, strict=True), strict=bool(routes)):
@@ -63,7 +64,7 @@ class Release:
                 load_E += loads(visit, keep_BT, len(load_E))
             load_E = sum_of_processes(load_E)
             router.load += load_E
-            top = load_E.max() / load_E.mean()
+            top = load_E.max() / load_E.mean().clamp(min=1e-12)
         return {"max_load": top}
 
 

@@ -17,6 +17,7 @@ from ltconvert.convert.students.dreamer.shrink import (
     choose,
     likeness,
     nulls_in_place_of,
+    set_top_experts,
     shrink,
 )
 from ltconvert.convert.transfer import build_student
@@ -168,6 +169,7 @@ def test_nulls_learn_and_nothing_is_lost_to_them() -> None:
 def test_a_shrunken_student_is_saved_and_decodes(tmp_path: Path, family: str) -> None:
     student, ids = released(family, slices=2), tokens(1, 9)
     shrink(student, without([1], 3, 1), choose(torch.rand(3, 6), torch.eye(6), 4))
+    set_top_experts(student, 3)
     save_student(student, None, tmp_path, {})
     loaded = load_student(tmp_path)
     with torch.no_grad():

@@ -100,6 +100,16 @@ def test_padding_is_no_load_and_nulls_have_none() -> None:
     assert loads(routes, keep_BT, 2).tolist() == [2.0, 1.0]
 
 
+def test_where_all_choose_nulls_nothing_is_loaded() -> None:
+    _, student = dreamer(tiny_spec())
+    release, experts = (
+        Release(student.model.dreamer, 0.0, 0.5),
+        student.model.dreamer.config.experts,
+    )
+    routes = Routes(torch.full((2, 1), experts), torch.ones(2, 1), torch.ones(2))
+    assert release.count([(routes, routes)], None)["max_load"] == 0.0
+
+
 def test_a_checkpoint_holds_loads_and_biases(tmp_path: Path) -> None:
     """A resumed step moves the biases by what the step before it has counted."""
     optimisers, found = [], []

@@ -82,6 +82,13 @@ def test_the_steps_share_the_budget() -> None:
     assert row.disk_bytes >= 12 * (2 * sizes[0] + sizes[1])
 
 
+def test_a_single_expert_in_any_step_is_noted() -> None:
+    single = "student.top_schedule 1 leaves a single score"
+    for tops, noted in (([2, 1], True), ([2, 2], False)):
+        made = make(slices=1, top_schedule=tops)
+        assert any(note.startswith(single) for note in made.notes) == noted
+
+
 @pytest.mark.parametrize("given", [{"pool_schedule": []}, {"kind": "lt2"}])
 def test_no_schedule_no_stage(given: dict[str, Any]) -> None:
     made = make(**given)

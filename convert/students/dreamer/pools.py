@@ -59,8 +59,8 @@ class Pool(nn.Module):
         x_NC = normed(x_NC, self.post_norm, mixture, self.spec.rms_norm_eps, self.total)
         if not outer:
             return h_BTC + x_NC.view_as(h_BTC)
-        if mixture.chosen is not None and mixture.has_nulls:
-            passes_N1 = mixture.chosen.of_nulls() / self.total
+        if (nulls_N1 := mixture.of_nulls()) is not None:
+            passes_N1 = nulls_N1 / self.total
             x_NC = x_NC + (passes_N1 * h_BTC.flatten(0, 1)).to(x_NC.dtype)
         return x_NC.view_as(h_BTC)
 

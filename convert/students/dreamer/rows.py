@@ -164,13 +164,15 @@ class Mixture:
         # Not two products: in half precision 1 - r would be rounded to coarse steps.
         return torch.lerp(expert(self.own).to(y.dtype), y, self.release.to(y.dtype))
 
-    @property
-    def has_nulls(self) -> bool:
-        """Whether tokens may choose nothing; routing is released wholly then."""
-        return self.chosen is not None and self.chosen.nulls > 0
+    def of_nulls(self) -> Tensor | None:
+        """Weights of each token's nulls, added up, [N, 1]; None where there are none.
+
+        Routing is released wholly then.
+        """
+        return self.chosen.of_nulls() if self.chosen is not None and self.chosen.nulls else None
 
     def without_nulls(self) -> Mixture:
         """The mixture of what is no null, at full weight."""
-        if self.chosen is None or not self.has_nulls:
+        if self.chosen is None or not self.chosen.nulls:
             return self
         return replace(self, chosen=self.chosen.without_nulls())
