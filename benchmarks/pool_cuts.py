@@ -108,10 +108,10 @@ def main() -> None:
         for step, share in enumerate(map(float, schedule.split(","))):
             worth = judge(model, rows) if step else first
             cut(model, worth, share, layers)
-        sizes = model.model.dreamer.config
-        gone = costs.argsort(stable=True)[: layers - sizes.entries].tolist()
+        pools = model.model.dreamer.config
+        gone = costs.argsort(stable=True)[: layers - pools.entries].tolist()
         plain = kl(drop_layers(teacher.model, gone))
-        sizes = f"{sizes.entries}, {sizes.experts}"
+        sizes = f"{pools.entries}, {pools.experts}"
         print(f"| {schedule} | {sizes} | {kl(model):.3f} | {plain:.3f} |", flush=True)
 
 

@@ -94,10 +94,7 @@ class LinearMixer(Projections):
         return "q_proj", "k_proj", "v_proj", *cls.RATES, "gate_proj", *cls.BESIDE
 
     def core(self) -> Self:
-        """This mixer without projections and their norms, for those who project by themselves.
-
-        ``mixed`` is what it can do.
-        """
+        """This mixer without projections and their norms; only ``mixed`` works then."""
         for name in (*self.projections(), "o_proj", "q_norm", "k_norm"):
             if hasattr(self, name):
                 delattr(self, name)
