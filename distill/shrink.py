@@ -108,7 +108,7 @@ def _choose(
             likeness(pool).cpu(),
             keep,
             recipe.pool_cut,
-            _damage(student, router, keep, inputs, settings),
+            _damage(student, name, router, keep, inputs, settings),
         )
         for name, (pool, router, keep) in zip(POOLS, parts, strict=True)
     }
@@ -116,6 +116,7 @@ def _choose(
 
 def _damage(
     student: LT2ForCausalLM,
+    name: str,
     router: Router,
     keep: int,
     inputs: StageInputs,
@@ -126,7 +127,7 @@ def _damage(
     if inputs.recipe.student.pool_rank == "use" or keep == entries:
         return None
     rows = list(_rows(inputs, settings, settings.damage_tokens))
-    with inputs.log.bar("damage of entries", entries * len(rows), "passes") as bar:
+    with inputs.log.bar(f"damage of {name}", entries * len(rows), "passes") as bar:
         return pool_damage(student, router, rows, precision=inputs.precision, done=bar.advance)
 
 

@@ -72,5 +72,5 @@ class DreamerSettings(Settings):
     def _pools_only_shrink(cls, value: list[float]) -> list[float]:
         """What has left a pool does not come back."""
         if value != sorted(value, reverse=True):
-            raise ValueError(f"shares fall from step to step, got {value}")
+            raise ValueError(f"shares never rise from step to step, got {value}")
         return value

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from ltconvert import recipes
-from ltconvert.recipes.idle_rules import rules
+from ltconvert.recipes.idle_rules import Rule, rules
 from ltconvert.recipes.keys import sections
 from ltconvert.recipes.schema import Recipe
 from ltconvert.recipes.stages import STAGES
@@ -34,8 +34,14 @@ def idle_settings(recipe: Recipe, teacher_loops: int | None = None) -> list[str]
         told |= set(idle)
         if idle:
             does = "does nothing here: it needs" if len(idle) == 1 else "do nothing here: they need"
-            lines.append(f"{_listed(recipe, idle)} {does} {rule.needs}")
+            lines.append(f"{_listed(recipe, idle)} {does} {_needs(recipe, rule)}")
     return lines
+
+
+def _needs(recipe: Recipe, rule: Rule) -> str:
+    """What would make it work; a Dreamer's mixers are its teacher's, whatever is asked for."""
+    of_layers = recipe.student.kind == "dreamer" and "mixer" in rule.needs
+    return f"student.kind=lt2 and {rule.needs}" if of_layers else rule.needs
 
 
 def _listed(recipe: Recipe, keys: list[str]) -> str:

@@ -100,11 +100,16 @@ class StudentSettings(MixerSettings, DreamerSettings):
     @model_validator(mode="after")
     def _every_step_has_its_experts(self) -> Self:
         """A number for each step of `shrink`, that holds a whole MLP."""
-        tops = self.top_schedule
-        if tops and (len(tops) != len(self.pool_schedule) or min(tops) < self.slices):
+        tops, shares = self.top_schedule, self.pool_schedule
+        if tops and len(tops) != len(shares):
             raise ValueError(
-                f"student.top_schedule has a number for each of the {len(self.pool_schedule)} steps"
-                f" of student.pool_schedule, at least {self.slices} (student.slices), got {tops}"
+                f"student.top_schedule {tops} needs a student.pool_schedule of as many steps, got "
+                f"{shares} (1.0 leaves the pools whole)"
+            )
+        if tops and min(tops) < self.slices:
+            raise ValueError(
+                f"student.top_schedule {tops} has less than the {self.slices} slices of an MLP "
+                "(student.slices); a token could not use a whole one"
             )
         return self
 

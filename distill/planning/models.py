@@ -120,7 +120,7 @@ def models_of(
         linear=model_facts(config(listed)),
         hybrid=model_facts(config(kept)),
         config=config(kept),
-        pools=_pools(config(kept), student) if student.shrinks else (),
+        pools=_pools(config(kept), student) if "shrink" in recipe.stages else (),
     )
 
 

@@ -93,3 +93,12 @@ def test_a_single_expert_in_any_step_is_noted() -> None:
 def test_no_schedule_no_stage(given: dict[str, Any]) -> None:
     made = make(**given)
     assert made.pools == () and "shrink" not in [row.stage for row in made.rows]
+
+
+def test_a_disabled_stage_leaves_the_pools_as_they_are() -> None:
+    recipe = Recipe.model_validate(
+        {"name": "test", "student": STUDENT, "shrink": {"enabled": False}}
+    )
+    made = plan(recipe, tiny_spec(), "cpu", "fp32", machine=MACHINE)
+    trained = {row.stage: row.trained_parameters for row in made.rows}
+    assert made.pools == () and trained["longctx"] == trained["logits"]

@@ -114,6 +114,12 @@ def test_settings_with_one_reason_stand_in_one_line() -> None:
     )
 
 
+def test_a_dreamer_is_not_told_to_change_its_mixer_alone() -> None:
+    recipe = recipes.resolve("dreamer", overrides=["student.window_tokens=64"])
+    (found,) = idle_settings(recipe)
+    assert "it needs student.kind=lt2 and one of these as student.mixer" in found
+
+
 def test_of_an_unknown_teacher_nothing_is_said() -> None:
     recipe = recipes.resolve("hybrid25", overrides=["logits.loop_warmup_share=0.3"])
     assert idle_settings(recipe) == []
