@@ -71,7 +71,7 @@ def _pools(plan: Plan) -> Table:
         "parameters",
         "a token meets",
         "operations",
-        "cache a token",
+        "cache a token of a row",
     )
     for name in columns:
         table.add_column(name, justify="right")
