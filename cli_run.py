@@ -58,23 +58,13 @@ def plan(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
 ) -> None:
     """The table of what a run takes; refuses one that cannot fit, with the setting that would."""
-    from ltconvert.convert.teachers.load import teacher_config
-    from ltconvert.distill import plan as planning
-    from ltconvert.distill.inherited import inherited
     from ltconvert.distill.planning.render import render_plan
 
     device = session.device()
     session.choose_kernels(device)
     precision, _ = session.precision(device)
-    config = teacher_config(teacher_name, revision=revision)
-    made = planning.plan(
-        recipe,
-        config.spec(),
-        device,
-        precision,
-        inherited=inherited(recipe, short_name(teacher_name), config),
-        run_dir=out or default_out(teacher_name, recipe),
-    )
+    run_dir = out or default_out(teacher_name, recipe)
+    made = _planned(recipe, teacher_name, revision, run_dir, (device, precision))
     if session.json:
         output.print_json(made.to_dict())
     else:
@@ -155,17 +145,29 @@ def _say_plan(
     where: tuple[torch.device, str],
 ) -> Plan:
     """Refuse what cannot fit before anything is loaded; what it takes in a few lines."""
-    from ltconvert.convert.teachers.load import teacher_config
-    from ltconvert.distill import plan as planning
-    from ltconvert.distill.inherited import inherited
     from ltconvert.distill.planning.render import summary_lines
 
-    config = teacher_config(teacher_name, revision=revision)
-    alike = inherited(recipe, short_name(teacher_name), config)
-    made = planning.plan(recipe, config.spec(), *where, inherited=alike, run_dir=run_dir)
+    made = _planned(recipe, teacher_name, revision, run_dir, where)
     for line in summary_lines(made):
         log.say(f"plan: {line}")
     return made
+
+
+def _planned(
+    recipe: Recipe,
+    teacher_name: str,
+    revision: str | None,
+    run_dir: Path,
+    where: tuple[torch.device, str],
+) -> Plan:
+    """The plan of a run from the teacher's config alone."""
+    from ltconvert.convert.teachers.load import teacher_config
+    from ltconvert.distill import plan as planning
+    from ltconvert.distill.inherited import inherited
+
+    config = teacher_config(teacher_name, revision=revision)
+    alike = inherited(recipe, short_name(teacher_name), config)
+    return planning.plan(recipe, config.spec(), *where, inherited=alike, run_dir=run_dir)
 
 
 def _check_out(run_dir: Path) -> None:

@@ -170,8 +170,7 @@ def shrink(model: LT2ForCausalLM, attention: Cut, experts: Cut) -> None:
     _cut_pool(layer.experts, experts)
     _cut_router(layer.expert_router, experts)
     nulls = layer.attention_router.nulls, layer.expert_router.nulls
-    layer.config = replace(config, null_entries=nulls[0], null_experts=nulls[1])
-    model.config.dreamer = asdict(layer.config)
+    _set_config(model, replace(config, null_entries=nulls[0], null_experts=nulls[1]))
 
 
 def set_top_experts(model: LT2ForCausalLM, top: int) -> None:
@@ -182,9 +181,14 @@ def set_top_experts(model: LT2ForCausalLM, top: int) -> None:
     """
     layer = model.model.dreamer
     assert layer is not None, "not a Dreamer"
-    layer.config = replace(layer.config, top_experts=top)
+    _set_config(model, replace(layer.config, top_experts=top))
     layer.expert_router.top = top
-    model.config.dreamer = asdict(layer.config)
+
+
+def _set_config(model: LT2ForCausalLM, config: DreamerConfig) -> None:
+    """The layer's, and what is saved of it."""
+    assert model.model.dreamer is not None
+    model.model.dreamer.config, model.config.dreamer = config, asdict(config)
 
 
 def _cut_pool(pool: Pool, cut: Cut) -> None:
