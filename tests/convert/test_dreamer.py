@@ -354,6 +354,9 @@ def test_a_step_on_a_gpu_is_that_of_a_cpu(kind: str, nulls: int) -> None:
     sizes = {"null_entries": nulls, "null_experts": 2 * nulls}
     pools = dreamer_options(slices=2, top_experts=3, **sizes)
     model = tiny_model(spec, [kind] * 3, dreamer=pools).train()
+    for router in (m for m in model.modules() if isinstance(m, Router)):
+        # Far from ties: a token that chooses otherwise in half precision has other gradients.
+        router.depth_logits.data += 2.0 * torch.arange(router.depth_logits.shape[1])
     ids, found = tokens(2, 33), []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         model = model.to(device, dtype)
@@ -366,8 +369,8 @@ def test_a_step_on_a_gpu_is_that_of_a_cpu(kind: str, nulls: int) -> None:
     truth, half = found
     torch.testing.assert_close(half["loss"], truth["loss"], rtol=2e-2, atol=0)
     for name, value in truth.items():
-        # Tokens near a tie choose otherwise in half precision.
-        limit = 0.5 if "router" in name else 0.2
+        # On a CPU in bf16 the largest are 0.57 (rates, whose terms cancel), 0.09 and 0.08.
+        limit = 0.8 if "rate" in name else 0.3 if "router" in name else 0.15
         assert (half[name] - value).norm() < limit * value.norm(), name
 
 
