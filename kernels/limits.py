@@ -117,6 +117,13 @@ def of_decode_linear(x_BC: Tensor, weight: Tensor) -> str | None:
     return of_precision(x_BC, weight)
 
 
+def of_decode_experts(x: Tensor, weight_EOC: Tensor) -> str | None:
+    """The same, but for the number of rows."""
+    if weight_EOC.stride(-1) != 1:
+        return "the weights of an output have to lie side by side"
+    return of_precision(x, weight_EOC)
+
+
 def of_sparse_attention(q_BHTD: Tensor) -> str | None:
     """The same, and width: four tiles of heads have to fit into shared memory."""
     most = MOST_WIDTH // 2 if q_BHTD.dtype == torch.float32 else MOST_WIDTH
