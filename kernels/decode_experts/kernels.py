@@ -35,7 +35,7 @@ def experts_kernel(
     for k in tl.static_range(K if SUM else 1):
         choice = row * K + k if SUM else row
         expert = tl.load(chosen_ptr + choice).to(tl.int64)
-        real = expert < experts
+        real_O = in_O & (expert + tl.zeros_like(o_O) < experts)
         share = tl.load(weights_ptr + choice).to(tl.float32) if SUM else 1.0
         x_row_ptr = x_ptr + (choice // K if SHARED else choice).to(tl.int64) * C
         at_O = expert * expert_stride + o_O.to(tl.int64) * output_stride
@@ -45,12 +45,12 @@ def experts_kernel(
             # They pass by the first-level cache, where x stays.
             weight_OC = tl.load(
                 weight_ptr + at_O[:, None] + n_C[None, :],
-                mask=(in_O & real)[:, None] & (n_C < C)[None, :],
+                mask=real_O[:, None] & (n_C < C)[None, :],
                 other=0.0,
                 cache_modifier=".cg",
             )
             sums_OC += weight_OC.to(tl.float32) * x_C[None, :]
-        bias_O += optional(bias_ptr, expert * outputs + o_O, in_O & real) * share
+        bias_O += optional(bias_ptr, expert * outputs + o_O, real_O) * share
     y_O = tl.sum(sums_OC, axis=1) + bias_O
     at_O = row.to(tl.int64) * outputs + o_O
     tl.store(y_ptr + at_O, y_O.to(y_ptr.dtype.element_ty), mask=in_O)
