@@ -30,6 +30,7 @@ from ltconvert.convert.students.static_layers import StaticKeys
 from ltconvert.kernels.decode_attention import decode_attention
 from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_linear import decode_linear
+from ltconvert.kernels.decode_route import decode_route
 
 
 class DepthAttentionStep:
@@ -80,6 +81,14 @@ class TokenVisit(Visit):
         assert self.depths is not None
         seen_BC = self.depths(h_BTC[:, 0], self.depth)
         return None if seen_BC is None else seen_BC[:, None], None
+
+    def route(self, router: Router, h_BTC: Tensor, eps: float) -> tuple[Tensor, Routes]:
+        """See ``Visit``."""
+        x_BC, *found = decode_route(
+            h_BTC[:, 0], router.keys, router.depth_logits[self.depth], router.balance,
+            top=router.top, total=router.slices, by_scores=router.select_by == "scores", eps=eps,
+        )  # fmt: skip
+        return x_BC[:, None], Routes(*found)
 
     def heads(self, pool: AttentionPool, projected: Sequence[Tensor], at: Depth) -> Tensor:
         """See ``Visit``."""

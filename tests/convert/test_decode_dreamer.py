@@ -1,14 +1,17 @@
-"""A Dreamer on the fast path: the tokens of ``generate()``, and nothing that a graph cannot hold."""
+"""A Dreamer on the fast path: the tokens of ``generate()``, and nothing that waits."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from decode_case import DEVICE, needs_triton
 from dreamer_case import released
-from helpers import FAMILIES, covering, tokens
+from helpers import FAMILIES, diagonal, tokens
 
+from ltconvert.convert.decode_step import Step
 from ltconvert.convert.decoding import Decoder
 from ltconvert.convert.students.dreamer.depths import set_depths
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
@@ -18,17 +21,18 @@ from ltconvert.kernels import dispatch
 LENGTHS, NEW = (11, 3, 7), 6
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"slices": 4, "top_experts": 6},
+    {"slices": 4, "top_experts": 6, "release": 0.4},
     {"parallel": True, "stream_norm": True, "select_by": "scores"},
     {"depth_heads": 0, "shared_size": 0, "top_entries": 1},
+    {"slices": 2, "release": 0.0},
     {"slices": 2, "null_entries": 1, "null_experts": 2},
 ]
 
 
 def dreamer(
-    family: str, kind: str = "full", release: float = 1.0, **options: Any
+    family: str = "llama", kind: str = "full", release: float = 1.0, **options: Any
 ) -> LT2ForCausalLM:
-    """Random in all of its parts, fp64."""
+    """Random in all of its parts; fp64, so that rounding decides nothing."""
     model = released(family, kind, **options).double()
     layer, generator = model.model.dreamer, torch.Generator().manual_seed(7)
     parts = [layer.attention_router.balance, layer.expert_router.balance]
@@ -69,15 +73,85 @@ def check_as_generate(model: LT2ForCausalLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "release"), covering([*FAMILIES, "huginn"], OPTIONS, [0.0, 0.4, 1.0])
+    ("family", "options"), diagonal([*FAMILIES, "huginn"], OPTIONS, each=3)
 )
-def test_tokens_are_those_of_generate(
-    family: str, options: dict[str, Any], release: float
-) -> None:
-    check_as_generate(dreamer(family, release=release, **options))
+def test_tokens_are_those_of_generate(family: str, options: dict[str, Any]) -> None:
+    check_as_generate(dreamer(family, **options))
 
 
 @pytest.mark.parametrize("kind", ["window", "gdn", "gdn_window", "kda", "mamba2", "retnet"])
 def test_mixers_of_the_layers_are_taken_along(kind: str) -> None:
     check_as_generate(dreamer("qwen3" if kind == "gdn" else "llama", kind, slices=2))
-    
+
+
+@pytest.mark.parametrize(
+    ("family", "depths"), [("llama", 2), ("qwen3", 5), ("ouro", 2), ("ouro", 15), ("huginn", 14)]
+)
+def test_fewer_and_more_depths(family: str, depths: int) -> None:
+    model = dreamer(family)
+    set_depths(model, depths)
+    check_as_generate(model)
+
+
+def test_one_row_and_no_padding() -> None:
+    model, ids = dreamer(), tokens(1, 9)
+    found = Decoder(model, 1, 20).generate(ids, max_new_tokens=NEW)
+    assert found.tolist() == plain(model, {"input_ids": ids})
+
+
+def test_a_step_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device there are no values: whoever asks for one raises."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta has none
+    for options in OPTIONS:
+        model = dreamer("qwen3", **options)
+        share = model.model.dreamer.released()
+        model = model.to("meta")
+        model.model.dreamer.set_release(share)
+        step = Step(model, StaticCache.for_model(model, 2, 8))
+        with torch.no_grad():
+            assert step(torch.zeros(2, dtype=torch.int64, device="meta")).shape[0] == 2
+
+
+def test_routing_that_is_released_further_needs_a_new_decoder() -> None:
+    model = dreamer(release=0.0)
+    decoder = Decoder(model, 3, 20)
+    decoder.generate(**prompts(), max_new_tokens=2)
+    model.model.dreamer.set_release(1.0)
+    with pytest.raises(ValueError, match="make a new Decoder"):
+        decoder.generate(**prompts(), max_new_tokens=2)
+    found = Decoder(model, 3, 20).generate(**prompts(), max_new_tokens=NEW)
+    assert found.tolist() == plain(model, prompts())
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("kind", ["full", "gdn"])
+def test_a_step_in_triton_is_that_in_plain_pytorch(kind: str) -> None:
+    model, found = dreamer("llama", kind, slices=2).float().to(DEVICE), []
+    for backend in ("reference", "triton"):
+        decoder = Decoder(model, 2, 12, graph=False)
+        decoder.prefill(tokens(2, 9).to(DEVICE), [0, 0])
+        with torch.no_grad(), dispatch.use(backend):
+            found.append(decoder.step(tokens(2, 1, seed=4)[:, 0].to(DEVICE)))
+    torch.testing.assert_close(found[1], found[0], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["full", "window", "gdn", "gdn_window"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_cuda_graph_gives_the_tokens_of_single_launches(
+    kind: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """For rows of several lengths, and for one, whose kernels begin early; twice each."""
+    model = dreamer("ouro", kind, **options).to("cuda", dtype)
+    for rows in (3, 1):
+        given = {name: value[:rows].cuda() for name, value in prompts().items()}
+        decoders = [Decoder(model, rows, 30, graph=graph) for graph in (False, True, True)]
+        eager, *graphs = (d.generate(**given, max_new_tokens=NEW).tolist() for d in decoders)
+        assert graphs == [eager, eager]
+        again = decoders[1].generate(**given, max_new_tokens=NEW).tolist()
+        assert again == eager
+        if dtype == torch.float32:
+            assert eager == plain(model, given)

@@ -50,7 +50,9 @@ def inputs(
         "weight_EOC": normal(experts, outputs, channels, scale=channels**-0.5),
         "bias_EO": normal(experts, outputs) if bias else None,
         "chosen_NK": chosen_NK.to(device),
-        "weights_NK": torch.rand(tokens, choices, generator=generator).to(device) if summed else None,
+        "weights_NK": torch.rand(tokens, choices, generator=generator).to(device)
+        if summed
+        else None,
     }
 
 

@@ -118,8 +118,8 @@ class DreamerLayer(nn.Module):
             seen, slot = visit.look_back(self.depth, h_BTC)
         if seen is not None and not self.config.parallel:
             h_BTC = h_BTC + seen
-        x_BTC, router = self._normed(h_BTC), self.attention_router
-        entries = router(x_BTC.flatten(0, 1), visit.depth) if visit.learned else None
+        router = self.attention_router
+        x_BTC, entries = self._routed(h_BTC, router, visit, visit.learned)
         mixture = visit.mixture(entries, router)
         at = Depth(visit.layer, self.ropes[visit.depth], self.windows[visit.depth])
         heads = partial(visit.heads, self.attention, at=at)
@@ -135,18 +135,25 @@ class DreamerLayer(nn.Module):
 
     def _with_experts(self, h_BTC: Tensor, visit: Visit) -> tuple[Tensor, Routes | None]:
         """The stream with what the experts add, the shared one among them, and what was chosen."""
-        x_BTC, router = self._normed(h_BTC), self.expert_router
-        x_NC, routes = x_BTC.flatten(0, 1), None
-        if visit.learned or self.shared is not None:
-            routes = router(x_NC, visit.depth)
+        router = self.expert_router
+        needed = visit.learned or self.shared is not None
+        x_BTC, routes = self._routed(h_BTC, router, visit, needed)
         mixture = visit.mixture(routes, router)
         y_BTC = self.experts(self._read(h_BTC, x_BTC), mixture)
         if self.shared is not None:
             assert routes is not None
-            shared_NC = routes.top_N[:, None].to(y_BTC.dtype) * self.shared(x_NC)
+            shared_NC = routes.top_N[:, None].to(y_BTC.dtype) * self.shared(x_BTC.flatten(0, 1))
             h_BTC = h_BTC + shared_NC.view_as(h_BTC)
         h_BTC = self.experts.joined(h_BTC, y_BTC, mixture)
         return h_BTC, routes if visit.learned else None
+
+    def _routed(
+        self, h_BTC: Tensor, router: Router, visit: Visit, needed: bool
+    ) -> tuple[Tensor, Routes | None]:
+        """The normed stream, and what tokens choose where that is needed."""
+        if not needed:
+            return self._normed(h_BTC), None
+        return visit.route(router, h_BTC, self.spec.rms_norm_eps)
 
     def _normed(self, h_BTC: Tensor) -> Tensor:
         return unit_rms(h_BTC, self.spec.rms_norm_eps)

@@ -15,7 +15,7 @@ from ltconvert.convert.mixers import SequenceContext
 from ltconvert.convert.students.dreamer import grouped
 from ltconvert.convert.students.dreamer.banks import Stacks
 from ltconvert.convert.students.dreamer.depth import DepthAttention, Slot
-from ltconvert.convert.students.dreamer.pools import AttentionPool, Depth
+from ltconvert.convert.students.dreamer.pools import AttentionPool, Depth, unit_rms
 from ltconvert.convert.students.dreamer.router import Router, Routes
 from ltconvert.convert.students.dreamer.rows import (
     ChosenRows,
@@ -55,6 +55,10 @@ class Visit:
         self, attention: DepthAttention, h_BTC: Tensor
     ) -> tuple[Tensor | None, Slot | None]:
         """Depth attention, see there."""
+        raise NotImplementedError
+
+    def route(self, router: Router, h_BTC: Tensor, eps: float) -> tuple[Tensor, Routes]:
+        """The normed stream [B, T, C], and what its tokens choose."""
         raise NotImplementedError
 
     def heads(self, pool: AttentionPool, projected: Sequence[Tensor], at: Depth) -> Tensor:
@@ -99,6 +103,11 @@ class PassVisit(Visit):
         """See ``Visit``."""
         seen_BTC, slot = attention(h_BTC, self.depth, self.slots)
         return seen_BTC, slot
+
+    def route(self, router: Router, h_BTC: Tensor, eps: float) -> tuple[Tensor, Routes]:
+        """See ``Visit``."""
+        x_BTC = unit_rms(h_BTC, eps)
+        return x_BTC, router(x_BTC.flatten(0, 1), self.depth)
 
     def heads(self, pool: AttentionPool, projected: Sequence[Tensor], at: Depth) -> Tensor:
         """See ``Visit``."""
