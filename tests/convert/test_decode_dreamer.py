@@ -72,9 +72,7 @@ def check_as_generate(model: LT2ForCausalLM) -> None:
             torch.testing.assert_close(logits[row], wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("family", "options"), diagonal([*FAMILIES, "huginn"], OPTIONS, each=3)
-)
+@pytest.mark.parametrize(("family", "options"), diagonal([*FAMILIES, "huginn"], OPTIONS, each=3))
 def test_tokens_are_those_of_generate(family: str, options: dict[str, Any]) -> None:
     check_as_generate(dreamer(family, **options))
 
