@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ltconvert.convert.decode_layers import Now, attended, norm_of, recurred, windowed
+from ltconvert.convert.decode_layers import ACTIVATIONS, Now, attended, norm_of, recurred, windowed
 from ltconvert.convert.decode_weights import join
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
 from ltconvert.convert.students.dreamer.depth import DepthAttention
 from ltconvert.convert.students.dreamer.layer import DreamerLayer, place_of
-from ltconvert.convert.students.dreamer.pools import AttentionPool, Depth
+from ltconvert.convert.students.dreamer.pools import AttentionPool, Depth, SharedExpert
 from ltconvert.convert.students.dreamer.recurrent import RecurrentPool
 from ltconvert.convert.students.dreamer.router import Router, Routes
 from ltconvert.convert.students.dreamer.rows import PickedRows
@@ -28,8 +28,9 @@ from ltconvert.convert.students.dreamer.visit import Visit
 from ltconvert.convert.students.loop import Step
 from ltconvert.convert.students.static_layers import StaticKeys
 from ltconvert.kernels.decode_attention import decode_attention
+from ltconvert.kernels.decode_experts import decode_experts
 from ltconvert.kernels.decode_heads import decode_heads
-from ltconvert.kernels.decode_linear import decode_linear
+from ltconvert.kernels.decode_linear import GateActivation, decode_linear
 from ltconvert.kernels.decode_route import decode_route
 
 
@@ -52,8 +53,8 @@ class DepthAttentionStep:
             self.number_NB = self.number_NB.view(depths, rows)
             self.tables = [table[:, None].repeat(1, rows, 1) for table in attention.tables(device)]
 
-    def __call__(self, h_BC: Tensor, depth: int) -> Tensor | None:
-        """What it adds to the stream [B, C], nothing at the first depth."""
+    def __call__(self, h_BC: Tensor, depth: int) -> Tensor:
+        """The stream [B, C] with what it adds, nothing at the first depth."""
         part, number_B = self.attention, self.number_NB[depth]
         qkv_BM = decode_linear(h_BC, self.weight, **norm_of(part.norm))
         cos_BD, sin_BD = (table[depth] for table in self.tables)
@@ -62,25 +63,64 @@ class DepthAttentionStep:
             cos_BD=cos_BD, sin_BD=sin_BD,
         )  # fmt: skip
         if not depth:
-            return None
+            return h_BC
         scale = part.head_dim**-0.5
         o_BHD = decode_attention(q_BHD, self.kept.keys, self.kept.values, number_B, scale=scale)
-        return decode_linear(o_BHD.flatten(1), part.o_proj.weight)
+        return decode_linear(o_BHD.flatten(1), part.o_proj.weight, residual_BO=h_BC)
+
+
+class SharedExpertStep:
+    """The expert that is always on, for one token.
+
+    Args:
+        rows: B.
+    """
+
+    def __init__(self, expert: SharedExpert, activation: GateActivation, rows: int) -> None:
+        self.gate_up, _ = join([expert.gate_proj, expert.up_proj])
+        self.down, self.activation = expert.down_proj.weight, activation
+        with torch.inference_mode(False):
+            self.itself_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.gate_up.device)
+
+    def __call__(self, x_BC: Tensor, top_B: Tensor) -> Tensor:
+        """What it adds to the stream, [B, C]."""
+        m_BI = decode_linear(x_BC, self.gate_up, swiglu=True, activation=self.activation)
+        return decode_experts(m_BI, self.down[None], None, self.itself_B1, top_B[:, None])
+
+
+class Parts(NamedTuple):
+    """What all depths share; None where the layer has none, or of an activation without kernel."""
+
+    depths: DepthAttentionStep | None
+    shared: SharedExpertStep | None
+
+    @classmethod
+    def of(cls, layer: DreamerLayer, rows: int) -> Parts:
+        """Of a layer, for B rows."""
+        depths = None if layer.depth is None else DepthAttentionStep(layer.depth, rows)
+        activation, shared = ACTIVATIONS.get(layer.spec.hidden_act), None
+        if layer.shared is not None and activation is not None:
+            shared = SharedExpertStep(layer.shared, activation, rows)
+        return cls(depths, shared)
 
 
 @dataclass(frozen=True)
 class TokenVisit(Visit):
     """Of one token; see ``Visit``."""
 
-    depths: DepthAttentionStep | None
+    parts: Parts
     cache_layer: Any
     now: Now
 
-    def look_back(self, attention: DepthAttention, h_BTC: Tensor) -> tuple[Tensor | None, None]:
+    def look_back(self, attention: DepthAttention, h_BTC: Tensor) -> tuple[Tensor, None]:
         """See ``Visit``; what it leaves is kept here."""
-        assert self.depths is not None
-        seen_BC = self.depths(h_BTC[:, 0], self.depth)
-        return None if seen_BC is None else seen_BC[:, None], None
+        assert self.parts.depths is not None
+        return self.parts.depths(h_BTC[:, 0], self.depth)[:, None], None
+
+    def share(self, expert: SharedExpert, x_NC: Tensor, top_N: Tensor) -> Tensor:
+        """See ``Visit``."""
+        shared = self.parts.shared
+        return super().share(expert, x_NC, top_N) if shared is None else shared(x_NC, top_N)
 
     def route(self, router: Router, h_BTC: Tensor, eps: float) -> tuple[Tensor, Routes]:
         """See ``Visit``."""
@@ -129,23 +169,19 @@ class TokenVisit(Visit):
 
 
 class DreamerStep:
-    """A Dreamer's layer at one depth.
+    """A Dreamer's layer at one depth."""
 
-    Args:
-        depths: of all depths; None without depth attention.
-    """
-
-    def __init__(self, layer: DreamerLayer, step: Step, depths: DepthAttentionStep | None) -> None:
-        self.layer, self.place, self.depths = layer, place_of(layer, step), depths
+    def __init__(self, layer: DreamerLayer, step: Step, parts: Parts) -> None:
+        self.layer, self.place, self.parts = layer, place_of(layer, step), parts
 
     def __call__(self, h_BC: Tensor, cache_layer: Any, now: Now) -> Tensor:
         """The residual stream [B, C] -> [B, C]."""
-        visit = TokenVisit(**self.place, depths=self.depths, cache_layer=cache_layer, now=now)
+        visit = TokenVisit(**self.place, parts=self.parts, cache_layer=cache_layer, now=now)
         h_B1C, _ = self.layer(h_BC[:, None], visit)
         return h_B1C[:, 0]
 
 
 def dreamer_steps(layer: DreamerLayer, schedule: Sequence[Step], rows: int) -> list[DreamerStep]:
     """The step of every depth, for B rows."""
-    depths = None if layer.depth is None else DepthAttentionStep(layer.depth, rows)
-    return [DreamerStep(layer, step, depths) for step in schedule]
+    parts = Parts.of(layer, rows)
+    return [DreamerStep(layer, step, parts) for step in schedule]

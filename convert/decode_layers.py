@@ -30,7 +30,7 @@ from ltconvert.kernels.decode_window import decode_window
 if TYPE_CHECKING:
     from ltconvert.convert.decode_depth import DepthNow
 
-_ACTIVATIONS: dict[str, GateActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, GateActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj", "rest_proj",
     "index_q_proj", "index_k_proj", "index_weight_proj", "branch_proj",
@@ -78,7 +78,7 @@ class LayerStep:
         h_BC = _add(o_BM, layer.mixer.o_proj, layer.post_mixer_norm, h_BC, outer=layer.outer)
         if now.depth is not None:
             now.depth.leave(layer, before_BC, h_BC)
-        activation = _ACTIVATIONS.get(layer.mixer.spec.hidden_act)
+        activation = ACTIVATIONS.get(layer.mixer.spec.hidden_act)
         if activation is None:
             return layer.with_mlp(h_BC, layer.mlp_branch(h_BC))
         norm = norm_of(layer.pre_mlp_norm)

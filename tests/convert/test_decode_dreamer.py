@@ -9,7 +9,7 @@ import pytest
 import torch
 from decode_case import DEVICE, needs_triton
 from dreamer_case import released
-from helpers import FAMILIES, diagonal, tokens
+from helpers import FAMILIES, diagonal, tiny_model, tiny_spec, tokens
 
 from ltconvert.convert.decode_step import Step
 from ltconvert.convert.decoding import Decoder
@@ -133,6 +133,32 @@ def test_a_step_in_triton_is_that_in_plain_pytorch(kind: str) -> None:
         with torch.no_grad(), dispatch.use(backend):
             found.append(decoder.step(tokens(2, 1, seed=4)[:, 0].to(DEVICE)))
     torch.testing.assert_close(found[1], found[0], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_steps_in_bf16_are_as_right_as_forward_passes(family: str, rows: int) -> None:
+    """Of real width on a GPU; the truth is the same weights in fp32. Routers are far from ties."""
+    heads, width, mlp = (16, 128, 5632) if DEVICE == "cuda" else (4, 16, 96)
+    size = {"hidden_size": heads * width, "intermediate_size": mlp, "head_dim": width}
+    size |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 1000}
+    pools = {"entries": 3, "experts": 12, "slices": 4, "top_experts": 6, "shared_size": 64}
+    model = tiny_model(tiny_spec(family, attention_scale=width**-0.5, **size), dreamer=pools)
+    layer = model.model.dreamer
+    for router in (layer.attention_router, layer.expert_router):
+        router.keys.data *= 0.5 * (heads * width) ** -0.5
+        router.depth_logits.data.copy_(0.5 * torch.arange(router.depth_logits.shape[1]))
+    layer.set_release(1.0)
+    model, ids_BT, first = model.bfloat16().to(DEVICE), tokens(rows, 40).to(DEVICE), 32
+    decoder = Decoder(model, rows, ids_BT.shape[1])
+    with torch.no_grad():
+        logits = [decoder.prefill(ids_BT[:, :first], [0] * rows)]
+        logits += [decoder.step(ids_BT[:, index]) for index in range(first, ids_BT.shape[1])]
+        forward = model(ids_BT).logits[:, first - 1 :]
+        truth = model.float()(ids_BT).logits[:, first - 1 :]
+    found = torch.stack(logits, dim=1)
+    errors = [float((x.float() - truth).norm() / truth.norm()) for x in (forward, found)]
+    assert errors[0] < 0.1 and errors[1] < 1.2 * errors[0], errors
 
 
 @pytest.mark.gpu

@@ -113,20 +113,18 @@ class DreamerLayer(nn.Module):
 
     def forward(self, h_BTC: Tensor, visit: Visit) -> tuple[Tensor, Left]:
         """h [B, T, C] at one depth -> (h, what the visit leaves)."""
-        seen, slot = None, None
+        after_BTC, slot = h_BTC, None
         if self.depth is not None:
-            seen, slot = visit.look_back(self.depth, h_BTC)
-        if seen is not None and not self.config.parallel:
-            h_BTC = h_BTC + seen
+            after_BTC, slot = visit.look_back(self.depth, h_BTC)
+        if not self.config.parallel:
+            h_BTC = after_BTC
         router = self.attention_router
         x_BTC, entries = self._routed(h_BTC, router, visit, visit.learned)
         mixture = visit.mixture(entries, router)
         at = Depth(visit.layer, self.ropes[visit.depth], self.windows[visit.depth])
         heads = partial(visit.heads, self.attention, at=at)
         y_BTC = self.attention(self._read(h_BTC, x_BTC), mixture, heads)
-        if seen is not None and self.config.parallel:
-            h_BTC = h_BTC + seen
-        h_BTC = self.attention.joined(h_BTC, y_BTC, mixture)
+        h_BTC = self.attention.joined(after_BTC, y_BTC, mixture)
         h_BTC, experts = self._with_experts(h_BTC, visit)
         if self.normed_share is not None:
             share = self.normed_share[visit.depth].to(h_BTC.dtype)
@@ -142,7 +140,7 @@ class DreamerLayer(nn.Module):
         y_BTC = self.experts(self._read(h_BTC, x_BTC), mixture)
         if self.shared is not None:
             assert routes is not None
-            shared_NC = routes.top_N[:, None].to(y_BTC.dtype) * self.shared(x_BTC.flatten(0, 1))
+            shared_NC = visit.share(self.shared, x_BTC.flatten(0, 1), routes.top_N)
             h_BTC = h_BTC + shared_NC.view_as(h_BTC)
         h_BTC = self.experts.joined(h_BTC, y_BTC, mixture)
         return h_BTC, routes if visit.learned else None

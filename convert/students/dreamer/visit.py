@@ -15,7 +15,7 @@ from ltconvert.convert.mixers import SequenceContext
 from ltconvert.convert.students.dreamer import grouped
 from ltconvert.convert.students.dreamer.banks import Stacks
 from ltconvert.convert.students.dreamer.depth import DepthAttention, Slot
-from ltconvert.convert.students.dreamer.pools import AttentionPool, Depth, unit_rms
+from ltconvert.convert.students.dreamer.pools import AttentionPool, Depth, SharedExpert, unit_rms
 from ltconvert.convert.students.dreamer.router import Router, Routes
 from ltconvert.convert.students.dreamer.rows import (
     ChosenRows,
@@ -51,10 +51,8 @@ class Visit:
     learned: bool
     release: Tensor
 
-    def look_back(
-        self, attention: DepthAttention, h_BTC: Tensor
-    ) -> tuple[Tensor | None, Slot | None]:
-        """Depth attention, see there."""
+    def look_back(self, attention: DepthAttention, h_BTC: Tensor) -> tuple[Tensor, Slot | None]:
+        """The stream with depth attention, and what that leaves, see there."""
         raise NotImplementedError
 
     def route(self, router: Router, h_BTC: Tensor, eps: float) -> tuple[Tensor, Routes]:
@@ -64,6 +62,11 @@ class Visit:
     def heads(self, pool: AttentionPool, projected: Sequence[Tensor], at: Depth) -> Tensor:
         """What is between the projections of the stream [B, T, ...] and ``o``, [B, T, M]."""
         raise NotImplementedError
+
+    def share(self, expert: SharedExpert, x_NC: Tensor, top_N: Tensor) -> Tensor:
+        """What the shared expert adds, [N, C]."""
+        y_NC: Tensor = expert(x_NC)
+        return top_N[:, None].to(y_NC.dtype) * y_NC
 
     def own_rows(self, router: Router) -> Rows:
         """Tokens through the layer's own experts."""
@@ -97,12 +100,10 @@ class PassVisit(Visit):
     context: SequenceContext
     cache_layer: Any
 
-    def look_back(
-        self, attention: DepthAttention, h_BTC: Tensor
-    ) -> tuple[Tensor | None, Slot | None]:
+    def look_back(self, attention: DepthAttention, h_BTC: Tensor) -> tuple[Tensor, Slot | None]:
         """See ``Visit``."""
         seen_BTC, slot = attention(h_BTC, self.depth, self.slots)
-        return seen_BTC, slot
+        return h_BTC if seen_BTC is None else h_BTC + seen_BTC, slot
 
     def route(self, router: Router, h_BTC: Tensor, eps: float) -> tuple[Tensor, Routes]:
         """See ``Visit``."""
