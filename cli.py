@@ -348,18 +348,25 @@ def check_recipes(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Check recipes: the first mistake is named with the nearest key that exists; exit status 2."""
+    """Check recipes: all mistakes of all files, a line each, with the key meant; exit status 2."""
     from ltconvert import recipes
+    from ltconvert.errors import Mistakes, UserError
     from ltconvert.recipes.idle import idle_settings
 
-    found = {name: recipes.resolve(name, budget=budget) for name in files}
-    if as_json:
+    found, mistakes = {}, []
+    for name in files:
+        try:
+            found[name] = recipes.resolve(name, budget=budget)
+        except UserError as error:
+            mistakes += str(error).splitlines()
+    if as_json and not mistakes:
         output.print_json({name: recipes.digest(recipe) for name, recipe in found.items()})
-        return
-    for name, recipe in found.items():
+    for name, recipe in () if as_json else found.items():
         output.print_line(f"{name}: ok ({recipes.digest(recipe)[:12]})")
         for line in idle_settings(recipe):
             output.print_line(f"  {line}")
+    if mistakes:
+        raise Mistakes(mistakes)
 
 
 def _recipe(name: str, budget: str | None, data: str | None, overrides: list[str] | None) -> Recipe:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ltconvert.errors import UserError, out_of_memory
+from ltconvert.errors import Mistakes, UserError, out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -239,7 +239,9 @@ def run(app: typer.Typer, arguments: list[str]) -> int:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """(one line, exit code) for an exception."""
+    """(one line, exit code) for an exception; of several mistakes one line each."""
+    if isinstance(error, Mistakes):
+        return str(error), 2
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, UserError):
         return text, 2
@@ -257,8 +259,9 @@ def explain(error: Exception) -> tuple[str, int]:
 
 
 def _fail(message: str, code: int, as_json: bool) -> int:
-    """Print the error line, and with `--json` a document that holds it."""
+    """Print the error, a line each, and with `--json` a document that holds it."""
     if as_json and os.environ.get("RANK", "0") == "0":
         print(json.dumps({"error": message, "exit_code": code}))
-    print(f"error: {message}", file=sys.stderr)
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
     return code

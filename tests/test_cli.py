@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from ltconvert import __version__
+from ltconvert import __version__, recipes
 from ltconvert.cli import app
 from ltconvert.cli_session import explain, run
 from ltconvert.errors import UserError
@@ -171,6 +171,15 @@ def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "source: d" in shown
     assert run(app, ["recipes", "check", str(path), "window"]) == 0
     assert f"{path}: ok" in capsys.readouterr().out
+    path.write_text("sed: 7\nlogits: {lt: 1}\n", encoding="utf-8")
+    assert run(app, ["recipes", "check", str(path), "window", "windo"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("window: ok") and shown.err.splitlines() == [
+        f"error: recipe {path}: unknown key sed; did you mean seed?",
+        f"error: recipe {path}: unknown key logits.lt; did you mean logits.lr?",
+        "error: unknown recipe 'windo'; did you mean window?; known: "
+        + f"{', '.join(recipes.names())}, or the path of a YAML file",
+    ]
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
