@@ -57,7 +57,8 @@ def value_mistakes(error: ValidationError, *, of_single_keys: bool = False) -> l
     Args:
         of_single_keys: leave out what is wrong with several settings together.
     """
-    known, furthest = set(dotted_keys()), {}
+    known = set(dotted_keys())
+    furthest: dict[tuple[Any, ...], Any] = {}
     for row in error.errors():
         # A union reports one row a member: the one that got furthest into what was given is told.
         place = row["loc"][:2]
