@@ -270,7 +270,11 @@ def doctor(session: Session) -> None:
 def bench_decode(
     session: Session,
     model: Annotated[
-        str | None, typer.Argument(help="As --teacher takes it; its config alone is read.")
+        str | None,
+        typer.Argument(
+            help="A student or run folder, its teacher beside it; or as --teacher takes it, with a "
+            "--recipe's student beside it. Configs alone are read."
+        ),
     ] = None,
     shape: Annotated[
         str | None, typer.Option(help="In place of a model: ouro-1.4b, smollm2-135m, ...")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert import cli_output as output
-from ltconvert.cli_models import short_name, student_folder
+from ltconvert.cli_models import own_teacher, short_name, student_folder
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,15 +50,7 @@ def find(teacher: str | None, student: str | None) -> Models:
         raise UserError(f"--student {student}: no such folder; give a student or a run folder")
     provenance = read_provenance(folder)
     run_dir = Path(student) if folder != Path(student) else None
-    return Models(teacher or _own_teacher(provenance), folder, run_dir, provenance)
-
-
-def _own_teacher(provenance: Mapping[str, Any]) -> str | None:
-    """The reference of the teacher that a student was made from, None when it is not known."""
-    from ltconvert.convert.teachers.packaged import PACKAGED
-
-    teacher = provenance.get("teacher") or {}
-    return teacher.get("name") if teacher.get("name") in PACKAGED else teacher.get("source")
+    return Models(teacher or own_teacher(provenance), folder, run_dir, provenance)
 
 
 def recipe_of(
