@@ -14,6 +14,7 @@ import typer
 from ltconvert import __version__
 from ltconvert import cli_output as output
 from ltconvert.cli_session import Session, run, with_session
+from ltconvert.errors import Mistakes, UserError
 
 if TYPE_CHECKING:
     from ltconvert.recipes.schema import Recipe
@@ -240,15 +241,18 @@ def inspect(
         typer.Option(metavar="NAME[=COUNT]", help="With --match: a number of it that stays."),
     ] = None,
     context: Annotated[
-        int, typer.Option(min=1, help="With --match: tokens of the rows that are counted in.")
-    ] = 4096,
+        int | None,
+        typer.Option(min=1, help="With --match: tokens of the rows that are counted in; 4096."),
+    ] = None,
 ) -> None:
     """Layer map, parameters and cache bytes a token of a teacher or a student."""
     from ltconvert import cli_inspect, cli_match
 
     if match:
-        cli_match.run(model, revision, hold or [], context, as_json=session.json)
+        cli_match.run(model, revision, hold or [], context or 4096, as_json=session.json)
         return
+    if hold or context:
+        raise UserError("--hold and --context are about the Dreamer of --match; add --match")
     cli_inspect.run(model, revision, as_json=session.json, verbose=session.verbose)
 
 
@@ -354,7 +358,6 @@ def check_recipes(
 ) -> None:
     """Check recipes: all mistakes of all files, a line each, with the key meant; exit status 2."""
     from ltconvert import recipes
-    from ltconvert.errors import Mistakes, UserError
     from ltconvert.recipes.idle import idle_settings
 
     found, mistakes = {}, []

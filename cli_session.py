@@ -11,11 +11,14 @@ import functools
 import inspect
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -182,7 +185,8 @@ def with_session(verb: Callable[..., None]) -> Callable[..., None]:
         )
         prepare(session)
         try:
-            verb(session, **options)
+            with _sigterm_as_ctrl_c():
+                verb(session, **options)
         except KeyboardInterrupt as interrupt:
             # Typer would turn it into a bare exit code, and the message would be lost.
             raise Interrupted(str(interrupt)) from interrupt
@@ -201,6 +205,19 @@ def with_session(verb: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
     return command
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """End on SIGTERM as on Ctrl-C, with a line that says what was kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def prepare(session: Session) -> None:

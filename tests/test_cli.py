@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,8 @@ def test_installed_command() -> None:
         (["distill", "--teacher", "x", "--budget", "tiny"], "unknown budget 'tiny'"),
         (["plan", "--teacher", "x", "--set", "align.lt=1"], "did you mean align.lr?"),
         (["inspect", "nothing"], "no teacher 'nothing'"),
+        (["inspect", "nothing", "--hold", "depths"], "--match; add --match"),
+        (["inspect", __file__], "is a file, but no .gguf file"),
         (["recipes", "check", "hybrid25", "x.yaml"], "recipe x.yaml: no such file"),
     ],
 )
@@ -155,6 +158,17 @@ def test_ctrl_c_exits_130(
     _fail(monkeypatch, KeyboardInterrupt(message))
     line = error_line(capsys, ["doctor"], code=130)
     assert (message or "interrupted") in line
+
+
+def test_sigterm_ends_as_ctrl_c(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(
+        "ltconvert.cli_doctor.examine", lambda _: signal.raise_signal(signal.SIGTERM)
+    )
+    assert "interrupted" in error_line(capsys, ["doctor"], code=130)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
