@@ -78,7 +78,7 @@ def value_mistakes(error: ValidationError, *, of_single_keys: bool = False) -> l
 def _told(key: str, message: str, given: Any) -> str:
     message = message.removeprefix("Value error, ")
     said = isinstance(given, dict) or " got " in message
-    prefix = f"{key}: " if key else ""
+    prefix = f"{key}: " if key and not message.startswith(f"{key}.") else ""
     return f"{prefix}{message[:1].lower()}{message[1:]}" + ("" if said else f" (got {given!r})")
 
 
