@@ -100,15 +100,25 @@ def test_a_shorter_student_and_a_dreamer_are_what_is_measured(
     drop = ["--recipe", "layer-drop"]  # a quarter of three layers is one
     found = document(capsys, folders["teacher"], *drop, *small)["models"]
     assert [len(found[who]["mixers"]) for who in ("teacher", "student")] == [3, 2]
-    dreamer = released()
+    dreamer = released(slices=4, top_experts=5)
     save_student(dreamer, None, tmp_path / "dreamer", {})
-    rows = document(capsys, str(tmp_path / "dreamer"), *small)["rows"]
-    facts = model_facts(dreamer.config, torch.float32)
+    rows = document(capsys, str(tmp_path / "dreamer"), *small, "--plain")["rows"]
     assert [(row["model"], row["path"]) for row in rows] == [
-        ("teacher", "fast"),
-        ("student", "plain"),
+        (model, path) for model in ("teacher", "student") for path in ("fast", "plain")
     ]
-    assert rows[1]["cache_bytes"] == facts.cache_bytes(4)
+    facts = model_facts(dreamer.config, torch.float32)
+    assert rows[2]["cache_bytes"] == facts.cache_bytes(4)
+    # At each of 3 depths: 2 of 3 entries, 5 of 12 experts, and what all tokens use.
+    layer = dreamer.model.dreamer
+    entries = sum(p[:2].numel() for p in layer.attention.parameters())
+    experts = sum(p[:5].numel() for p in layer.experts.parameters())
+    always = sum(p.numel() for x in (layer.depth, layer.shared) for p in x.parameters())
+    always += layer.attention_router.keys.numel() + layer.expert_router.keys.numel()
+    around = dreamer.head_weight.numel() + dreamer.model.norm.weight.numel()
+    read = 4 * (3 * (entries + experts + always) + around)
+    assert rows[2]["step_bytes"] == read + facts.cache_bytes(4)
+    found = document(capsys, folders["teacher"], "--recipe", "dreamer", *small)["rows"]
+    assert [row["path"] for row in found] == ["fast"] * 2 and "error" not in found[1]
 
 
 def test_a_students_teacher_is_the_one_that_it_was_made_from(
