@@ -121,6 +121,24 @@ def test_a_shorter_student_and_a_dreamer_are_what_is_measured(
     assert [row["path"] for row in found] == ["fast"] * 2 and "error" not in found[1]
 
 
+def test_a_students_teacher_is_the_one_that_it_was_made_from(
+    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a student with fewer layers, all of them full; where it is not there one line says so."""
+    spec = tiny_spec("ouro", num_layers=2, layer_rope=("default",) * 2, layer_windows=(None,) * 2)
+    for place, layers in ((folders["teacher"], 3), (str(tmp_path / "gone"), 2)):
+        provenance = {"teacher": {"name": "teacher", "source": place, "revision": None}}
+        save_student(tiny_model(spec), None, tmp_path / "student", provenance)
+        call = [str(tmp_path / "student"), "--contexts", "4", "--batch", "1"]
+        assert run(app, ["bench", "decode", *call, *CPU, "--json"]) == 0
+        shown = capsys.readouterr()
+        found = json.loads(shown.out)["models"]
+        assert [len(found[who]["mixers"]) for who in ("teacher", "student")] == [layers, 2]
+        assert ("cannot be read (no teacher" in shown.err) == (layers == 2)
+    asked = document(capsys, *call, "--full", "1", "--recipe", "window")["models"]
+    assert sorted(asked["student"]["mixers"]) == ["full", "window"]
+
+
 def test_a_row_without_memory_says_so(
     folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
