@@ -87,6 +87,8 @@ def _pools(config: LT2Config) -> dict[str, Any]:
     return {
         "attention projections": f"{pools.entries}, {pools.top_entries} a token and depth",
         "experts": f"{pools.experts}, {pools.top_experts} a token and depth",
+        "depths without attention": ", ".join(map(str, pools.skipped_attention)) or "none",
+        "depths without experts": ", ".join(map(str, pools.skipped_experts)) or "none",
         "parameters of a layer below": "those that a token uses in its place",
     }
 

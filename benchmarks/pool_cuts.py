@@ -68,7 +68,7 @@ def _judged(model: LT2ForCausalLM, rows: Sequence[Batch], cache: Path | None) ->
     return worth
 
 
-def cut(model: LT2ForCausalLM, worth: Worth, share: float, layers: int) -> None:
+def cut(model: LT2ForCausalLM, worth: Worth, share: float, layers: int, skip: bool) -> None:
     """Drop what is worth least of both pools."""
     layer = model.model.dreamer
     sizes = pool_sizes(layer.config, layers, share)
@@ -77,7 +77,7 @@ def cut(model: LT2ForCausalLM, worth: Worth, share: float, layers: int) -> None:
         choose(torch.zeros(1, len(worth_E)), likeness(pool), keep, worth_E=worth_E)
         for pool, keep, worth_E in zip(pools, sizes, worth, strict=True)
     ]
-    shrink(model, *cuts)
+    shrink(model, *cuts, skip=skip)
 
 
 def main() -> None:
@@ -88,6 +88,9 @@ def main() -> None:
     parser.add_argument("--judge", type=int, default=256, help="training tokens, rows of 256")
     parser.add_argument("--cache", type=Path, help="file of what judging the whole pools gave")
     parser.add_argument("--schedules", nargs="+", default=["0.75", "0.5"])
+    parser.add_argument(
+        "--skip", action="store_true", help="skip branches of which nothing is left"
+    )
     options = parser.parse_args()
     teacher, recipe = load_teacher(options.teacher), recipes.resolve("dreamer-half")
     settings = {"heldout_tokens": options.tokens, "heldout_seq_len_tokens": 256}
@@ -107,11 +110,15 @@ def main() -> None:
         model, worth = copy.deepcopy(start), first
         for step, share in enumerate(map(float, schedule.split(","))):
             worth = judge(model, rows) if step else first
-            cut(model, worth, share, layers)
+            cut(model, worth, share, layers, options.skip)
         pools = model.model.dreamer.config
         gone = costs.argsort(stable=True)[: layers - pools.entries].tolist()
         plain = kl(drop_layers(teacher.model, gone))
         sizes = f"{pools.entries}, {pools.experts}"
+        if options.skip:
+            sizes += (
+                f"; {len(pools.skipped_attention)}, {len(pools.skipped_experts)} depths skipped"
+            )
         print(f"| {schedule} | {sizes} | {kl(model):.3f} | {plain:.3f} |", flush=True)
 
 

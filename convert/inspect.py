@@ -195,13 +195,16 @@ def _layer_facts(
 ) -> LayerFacts:
     """Facts of a layer that is visited in those loops."""
     kind, visits = config.mixers[layer], len(loops)
+    slots = [slot for slot, step in enumerate(config.schedule()) if step.layer == layer]
+    attends = [config.attends(slot) for slot in slots]
     windows = [config.window(layer, loop) for loop in loops]
+    windows = [w if there else 0 for w, there in zip(windows, attends, strict=True)]
     per_token, state = _cache(config, layer, itemsize)
     keeps_keys = MIXERS[kind].keeps_keys
     # The next token sees itself and window - 1 before it; `dsa` keeps what it may choose.
-    limits = [None if w is None or kind == "dsa" else w - 1 for w in windows]
+    limits = [None if w is None or kind == "dsa" else max(0, w - 1) for w in windows]
     return LayerFacts(
-        **_weights(model, layer),
+        **_weights(model, layer, slots),
         layer=layer,
         mixer=kind,
         windows=tuple(windows) if keeps_keys else (None,) * visits,
@@ -211,15 +214,15 @@ def _layer_facts(
         visits=visits,
         cache_bytes_per_token=visits * per_token,
         cache_tokens=tuple(limits) if keeps_keys else (0,) * visits,
-        state_bytes=visits * state,
+        state_bytes=sum(attends) * state,
         depth_slots=_depth_slots(config, model, layer),
     )
 
 
-def _weights(model: LT2Model, layer: int) -> dict[str, int]:
+def _weights(model: LT2Model, layer: int, slots: list[int]) -> dict[str, int]:
     """What a layer holds, or what a Dreamer uses in its place."""
     if model.dreamer is not None:
-        active, of_attention = dreamer.active_parameters(model.dreamer)
+        active, of_attention = dreamer.active_parameters(model.dreamer, slots)
         none = dict.fromkeys(("own_parameters", "mixer_own_parameters", "aligned_parameters"), 0)
         used = {"parameters": active, "mixer_parameters": of_attention}
         return none | used | {"rows": dreamer.routed_rows(model.dreamer)}

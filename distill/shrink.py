@@ -80,7 +80,8 @@ def cut_to(
         judge.clear()
     wait_for_everyone()
     noted = json.loads(path.read_text(encoding="utf-8"))
-    shrink(student, *(_cut(noted[name]) for name in POOLS))
+    skip = inputs.recipe.student.pool_skip
+    shrink(student, *(_cut(noted[name]) for name in POOLS), skip=skip)
     return float(noted.get("seconds", 0.0))  # runs from before it was noted have none
 
 

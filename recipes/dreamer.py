@@ -60,6 +60,12 @@ class DreamerSettings(Settings):
         description="`dreamer`: what an entry is worth: the KL that doing without it costs (a"
         " forward pass each), or what it adds to the stream",
     )
+    pool_skip: bool = Field(
+        False,
+        description="`dreamer`: where next to nothing is left of a depth's attention, or of its"
+        " experts, it goes without from then on: faster, with less cache, and unable to learn to"
+        " use others' there",
+    )
 
     @property
     def steps(self) -> list[tuple[float, int]]:

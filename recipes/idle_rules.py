@@ -167,7 +167,9 @@ def _dreamer_rules() -> Iterator[Rule]:
     needs = "student.kind=dreamer and shrink.enabled=true"
     yield Rule(("student.pool_schedule",), _runs("shrink"), needs)
     needs = "student.kind=dreamer with a student.pool_schedule"
-    yield Rule(_of("student", "pool_cut", "pool_rank", "top_schedule"), _runs("shrink"), needs)
+    yield Rule(
+        _of("student", "pool_cut", "pool_rank", "pool_skip", "top_schedule"), _runs("shrink"), needs
+    )
 
 
 def _mixer_rules() -> Iterator[Rule]:

@@ -83,7 +83,7 @@ class LoopCache(Cache):
         if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
             raise RuntimeError("a cache with recurrent states cannot take tokens back")
         super().crop(tokens_to_remove)
-        self.num_tokens = next(
+        self.num_tokens = max(  # that of a depth without attention stays empty
             layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)
         )
 

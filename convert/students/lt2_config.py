@@ -135,6 +135,11 @@ class LT2Config(PreTrainedConfig):
         """The pools of a Dreamer; None where layers follow each other."""
         return None if self.dreamer is None else DreamerConfig(**self.dreamer)
 
+    def attends(self, slot: int) -> bool:
+        """Whether a visit has attention; depths of a Dreamer may go without."""
+        skipped = (self.dreamer or {}).get("skipped_attention", ())
+        return min(slot, len(self.made_schedule()) - 1) not in skipped
+
     def schedule(self) -> tuple[Step, ...]:
         """Visits of the physical layers in execution order."""
         steps = self.made_schedule()

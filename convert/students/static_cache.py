@@ -48,14 +48,13 @@ class StaticCache(LoopCache):
         windows = [config.window(step.layer, step.loop) for step in config.schedule()]
         made: dict[str, Any] = {"dtype": dtype, "device": torch.device(device)}
         with torch.inference_mode(False):  # such tensors could not be changed outside of it
-            layers: list[Any] = [
-                static_layer(config, kind, window, batch, max_length, made)
-                if owner == slot
-                else None
-                for slot, (kind, window, owner) in enumerate(
-                    zip(config.layer_types, windows, owner_of, strict=True)
-                )
-            ]
+            layers: list[Any] = [None] * len(owner_of)
+            for slot, kind in enumerate(config.layer_types):
+                if not config.attends(slot):  # stays empty
+                    layers[slot] = static_layer(config, "full_attention", None, batch, 1, made)
+                elif owner_of[slot] == slot:
+                    window = windows[slot]
+                    layers[slot] = static_layer(config, kind, window, batch, max_length, made)
             self.lengths_B = torch.zeros(batch, dtype=torch.int32, device=device)
         Cache.__init__(self, layers=share(layers, owner_of))
         self.batch, self.max_length = batch, max_length

@@ -112,7 +112,7 @@ def _pretend(model: LT2ForCausalLM, cache: LoopCache, context: int) -> None:
     generator = torch.Generator(model.device).manual_seed(0)
     for layer, step in zip(cache.layers, model.model.schedule, strict=True):
         window = model.config.window(step.layer, step.loop)
-        if isinstance(layer, CacheLayerMixin):
+        if isinstance(layer, CacheLayerMixin) and model.config.attends(step.slot):
             kept = context if window is None else min(context, window - 1)
             counts = dict.fromkeys(("keys", "values", "indexer_keys"), kept)
             blocks = context // model.config.block_tokens + 1

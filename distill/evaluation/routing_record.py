@@ -77,8 +77,9 @@ def _adding(layer: DreamerLayer) -> Iterator[dict[str, list[Tensor]]]:
         stack.callback(delattr, pool, "joined")
 
     def divide(_: Any, __: Any, left: tuple[Tensor, Any]) -> None:
-        for name in POOLS:
-            shares[name].append(sizes[name] / _lengths(left[0]))
+        length_N = _lengths(left[0])
+        for name in POOLS:  # an idle branch adds nothing
+            shares[name].append(sizes.pop(name, torch.zeros_like(length_N)) / length_N)
 
     with ExitStack() as stack:
         for name in POOLS:

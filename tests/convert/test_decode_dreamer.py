@@ -26,6 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"depth_heads": 0, "shared_size": 0, "top_entries": 1},
     {"slices": 2, "release": 0.0},
     {"slices": 2, "null_entries": 1, "null_experts": 2},
+    {"slices": 2, "skipped_attention": [0, 2], "skipped_experts": [1]},
 ]
 
 

@@ -11,6 +11,7 @@ from helpers import FAMILIES, tiny_model, tiny_spec, tokens
 
 from ltconvert.convert.checkpoint import load_student, save_student
 from ltconvert.convert.dropping import drop_layers
+from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.dreamer.router import Router
 from ltconvert.convert.students.dreamer.shrink import (
     Cut,
@@ -20,12 +21,18 @@ from ltconvert.convert.students.dreamer.shrink import (
     set_top_experts,
     shrink,
 )
+from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.transfer import build_student
 from ltconvert.errors import UserError
 
 
 def whole(size: int) -> Cut:
     return Cut(tuple((i,) for i in range(size)), ((1.0,),) * size)
+
+
+def whole_but(size: int, count: int) -> Cut:
+    """What is left when some, whichever, leave."""
+    return choose(torch.rand(3, size), torch.eye(size), size - count)
 
 
 def without(layers: list[int], count: int, slices: int) -> Cut:
@@ -107,8 +114,10 @@ def test_a_merged_entry_is_the_mean_and_as_welcome_as_its_parts() -> None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "outer"])
-@pytest.mark.parametrize("slices", [1, 4])
-def test_a_depth_whose_entries_left_is_a_layer_that_was_dropped(family: str, slices: int) -> None:
+@pytest.mark.parametrize(("slices", "skip"), [(1, False), (4, False), (4, True)])
+def test_a_depth_whose_entries_left_is_a_layer_that_was_dropped(
+    family: str, slices: int, skip: bool
+) -> None:
     """Where as many are chosen as a layer has, nulls are all that is chosen there."""
     layout = {"norm_layout": "outer"} if family == "outer" else {}
     teacher, ids = tiny_model(tiny_spec("llama" if layout else family, **layout)), tokens(2, 9)
@@ -120,8 +129,11 @@ def test_a_depth_whose_entries_left_is_a_layer_that_was_dropped(family: str, sli
     config = student.model.dreamer.config
     assert config.null_entries == config.null_experts == 0
     student.model.dreamer.set_release(1.0)
-    shrink(student, *(without([gone], layers, size) for size in (1, slices)))
+    shrink(student, *(without([gone], layers, size) for size in (1, slices)), skip=skip)
     assert student.config.dreamer["null_experts"] == slices
+    depths = [depth for depth, step in enumerate(teacher.model.schedule) if step.layer == gone]
+    for branch in ("skipped_attention", "skipped_experts"):
+        assert student.config.dreamer[branch] == (depths if skip else [])
     with torch.no_grad():
         wanted = drop_layers(teacher, [gone])(ids).logits
         torch.testing.assert_close(student(ids).logits, wanted, atol=1e-4, rtol=0)
@@ -165,10 +177,14 @@ def test_nulls_learn_and_nothing_is_lost_to_them() -> None:
     assert all(bool(p.grad.isfinite().all()) for p in student.parameters() if p.grad is not None)
 
 
+@pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2", "huginn"])
-def test_a_shrunken_student_is_saved_and_decodes(tmp_path: Path, family: str) -> None:
+def test_a_shrunken_student_is_saved_and_decodes(tmp_path: Path, family: str, skip: bool) -> None:
     student, ids = released(family, slices=2), tokens(1, 9)
-    shrink(student, without([1], 3, 1), choose(torch.rand(3, 6), torch.eye(6), 4))
+    gone = 0 if skip else 1  # that of the first depth is the cache's first layer
+    pools = without([gone], 3, 1), without([1], 3, 2) if skip else whole_but(6, 2)
+    shrink(student, *pools, skip=skip)
+    assert (0 in student.config.dreamer["skipped_attention"]) == skip
     set_top_experts(student, 3)
     save_student(student, None, tmp_path, {})
     loaded = load_student(tmp_path)
@@ -182,6 +198,27 @@ def test_a_shrunken_student_is_saved_and_decodes(tmp_path: Path, family: str) ->
         ).logits
     torch.testing.assert_close(torch.cat(steps, dim=1), wanted, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(packed[:, 9:], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_skipped_takes_no_cache_and_no_weights() -> None:
+    whole_one, student = released(slices=2), released(slices=2)
+    shrink(student, without([1], 3, 1), without([2], 3, 2), skip=True)
+    config, facts = student.config, model_facts(student.config)
+    assert [config.attends(slot) for slot in range(3)] == [True, False, True]
+    kept = [layer.cache_bytes(64) for layer in model_facts(whole_one.config).layers]
+    assert [layer.cache_bytes(64) for layer in facts.layers] == [kept[0], 0, kept[2]]
+    sizes = [StaticCache(x.config, 2, 64).nbytes for x in (student, whole_one)]
+    assert sizes[0] < 0.7 * sizes[1]
+    first, middle, last = facts.layers
+    assert middle.mixer_parameters < first.mixer_parameters == last.mixer_parameters
+    inside = [x.parameters - x.mixer_parameters for x in facts.layers]
+    assert inside[2] < inside[0] == inside[1]
+
+
+def test_a_branch_of_which_something_is_left_stays() -> None:
+    student = released(slices=2)
+    shrink(student, whole(3), Cut(((0,), (1,), (2,), (4,)), ((1.0,),) * 4), skip=True)
+    assert student.config.dreamer["skipped_experts"] == []
 
 
 def test_mistakes_are_refused() -> None:

@@ -39,11 +39,11 @@ STUDENT: dict[str, Any] = {
 FAMILY = "qwen3"  # of the case
 
 
-@pytest.mark.parametrize("how", ["drop", "merge"])
+@pytest.mark.parametrize("options", [{}, {"pool_skip": True}, {"pool_cut": "merge"}], ids=str)
 def test_pools_shrink_and_what_is_left_learns(
-    case: Path, teacher: Teacher, tmp_path: Path, how: str
+    case: Path, teacher: Teacher, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    result = convert(teacher, case, tmp_path / "out", student=STUDENT | {"pool_cut": how})
+    result = convert(teacher, case, tmp_path / "out", student=STUDENT | options)
     assert [row["stage"] for row in result.rows] == ["start", "logits", "shrink", "longctx"]
     facts = json.loads((tmp_path / "out/stages/shrink/stage.json").read_text())["facts"]
     pools = [(step["entries"], step["experts"]) for step in facts["pools"]]
@@ -70,6 +70,8 @@ def test_pools_shrink_and_what_is_left_learns(
     assert "| 34.0 % | 1 | 2 | - |" in (tmp_path / "out/report.md").read_text()
     loaded = load_student(result.student_dir)
     assert loaded.config.dreamer["experts"] == 2
+    for branch in ("skipped_attention", "skipped_experts"):
+        assert len(loaded.config.dreamer[branch]) == (2 if "pool_skip" in options else 0)
     assert sum(p.numel() for p in loaded.parameters()) == sizes[-1]
     assert not (tmp_path / "out/stages/logits/student").exists()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ltconvert.errors import UserError
@@ -25,6 +25,7 @@ class DreamerConfig:
         stream_norm: a learned share of the residual stream is normed after each depth.
         select_by: the balancing bias is added to logits (as published) or to their sigmoids.
         null_entries, null_experts: of either pool's router, see ``Router``; 0 until entries leave.
+        skipped_attention, skipped_experts: depths that go without attention, or without experts.
     """
 
     entries: int
@@ -39,6 +40,8 @@ class DreamerConfig:
     select_by: SelectBy = "logits"
     null_entries: int = 0
     null_experts: int = 0
+    skipped_attention: list[int] = field(default_factory=list)
+    skipped_experts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for used, pool in (("top_entries", self.entries), ("top_experts", self.experts)):

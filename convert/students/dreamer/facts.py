@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from torch import nn
@@ -10,16 +10,23 @@ from torch import nn
 from ltconvert.convert.students.dreamer.layer import DreamerLayer
 
 
-def active_parameters(layer: DreamerLayer) -> tuple[int, int]:
-    """(All, those of attention and of what stands before it) that one visit multiplies by."""
-    config = layer.config
+def active_parameters(layer: DreamerLayer, depths: Sequence[int]) -> tuple[int, int]:
+    """(All, those of attention and of what stands before it) that a visit multiplies by.
+
+    Args:
+        depths: of the visits, of which this is the mean.
+    """
+    config, last = layer.config, len(layer.windows) - 1
     attention = _share(layer.attention.parts(), Fraction(config.top_entries, config.entries))
-    attention += layer.attention.core_parameters()
-    attention += layer.attention_router.keys.numel()
-    attention += _values(layer.depth)
+    attention += layer.attention.core_parameters() + layer.attention_router.keys.numel()
     experts = _share(layer.experts.parts(), Fraction(config.top_experts, config.experts))
-    experts += layer.expert_router.keys.numel() + _values(layer.shared)
-    return attention + experts, attention
+    router = layer.expert_router.keys.numel()
+    at = [min(depth, last) for depth in depths]
+    attends = sum(depth not in config.skipped_attention for depth in at)
+    thinks = sum(depth not in config.skipped_experts for depth in at)
+    routes = len(at) if layer.shared is not None else thinks
+    before = _values(layer.depth) + attention * attends // len(at)
+    return before + (experts * thinks + router * routes) // len(at) + _values(layer.shared), before
 
 
 def routed_rows(layer: DreamerLayer) -> int:

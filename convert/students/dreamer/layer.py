@@ -118,32 +118,43 @@ class DreamerLayer(nn.Module):
             after_BTC, slot = visit.look_back(self.depth, h_BTC)
         if not self.config.parallel:
             h_BTC = after_BTC
-        router = self.attention_router
-        x_BTC, entries = self._routed(h_BTC, router, visit, visit.learned)
-        mixture = visit.mixture(entries, router)
-        at = Depth(visit.layer, self.ropes[visit.depth], self.windows[visit.depth])
-        heads = partial(visit.heads, self.attention, at=at)
-        y_BTC = self.attention(self._read(h_BTC, x_BTC), mixture, heads)
-        h_BTC = self.attention.joined(after_BTC, y_BTC, mixture)
+        h_BTC, entries = self._with_attention(h_BTC, after_BTC, visit)
         h_BTC, experts = self._with_experts(h_BTC, visit)
         if self.normed_share is not None:
             share = self.normed_share[visit.depth].to(h_BTC.dtype)
             h_BTC = h_BTC + share * (self._normed(h_BTC) - h_BTC)
         return h_BTC, Left(entries, experts, slot)
 
+    def _with_attention(
+        self, h_BTC: Tensor, after_BTC: Tensor, visit: Visit
+    ) -> tuple[Tensor, Routes | None]:
+        """``after_BTC`` with what attention to h adds, and what was chosen."""
+        router = self.attention_router
+        if not visit.attends:
+            return after_BTC, None
+        x_BTC, routes = self._routed(h_BTC, router, visit, visit.learned)
+        mixture = visit.mixture(routes, router)
+        at = Depth(visit.layer, self.ropes[visit.depth], self.windows[visit.depth])
+        heads = partial(visit.heads, self.attention, at=at)
+        y_BTC = self.attention(self._read(h_BTC, x_BTC), mixture, heads)
+        return self.attention.joined(after_BTC, y_BTC, mixture), routes
+
     def _with_experts(self, h_BTC: Tensor, visit: Visit) -> tuple[Tensor, Routes | None]:
         """The stream with what the experts add, the shared one among them, and what was chosen."""
-        router = self.expert_router
-        needed = visit.learned or self.shared is not None
+        router, after_BTC = self.expert_router, h_BTC
+        if not visit.thinks and self.shared is None:
+            return h_BTC, None
+        needed = (visit.learned and visit.thinks) or self.shared is not None
         x_BTC, routes = self._routed(h_BTC, router, visit, needed)
-        mixture = visit.mixture(routes, router)
-        y_BTC = self.experts(self._read(h_BTC, x_BTC), mixture)
         if self.shared is not None:
             assert routes is not None
             shared_NC = visit.share(self.shared, x_BTC.flatten(0, 1), routes.top_N)
-            h_BTC = h_BTC + shared_NC.view_as(h_BTC)
-        h_BTC = self.experts.joined(h_BTC, y_BTC, mixture)
-        return h_BTC, routes if visit.learned else None
+            after_BTC = h_BTC + shared_NC.view_as(h_BTC)
+        if not visit.thinks:
+            return after_BTC, None
+        mixture = visit.mixture(routes, router)
+        y_BTC = self.experts(self._read(h_BTC, x_BTC), mixture)
+        return self.experts.joined(after_BTC, y_BTC, mixture), routes if visit.learned else None
 
     def _routed(
         self, h_BTC: Tensor, router: Router, visit: Visit, needed: bool
@@ -169,9 +180,12 @@ def _version(tensor: Tensor) -> int:
 def place_of(layer: DreamerLayer, step: Step) -> dict[str, Any]:
     """The attributes that all visits have."""
     share, last = layer.released(), len(layer.windows) - 1
+    depth = min(step.slot, last)  # visits beyond those it was made for are like the last
     return {
-        "depth": min(step.slot, last),  # visits beyond those it was made for are like the last
+        "depth": depth,
         "layer": step.layer,
+        "attends": depth not in layer.config.skipped_attention,
+        "thinks": depth not in layer.config.skipped_experts,
         "forced": share < 1.0,
         "learned": share > 0.0,
         "release": layer.release,
@@ -206,10 +220,12 @@ class DreamerPass:
             context=context, cache_layer=cache_layer,
         )  # fmt: skip
 
-    def take(self, left: Left) -> None:
-        """Take in what a visit left."""
-        if left.entries is not None and left.experts is not None:
-            self.routes.append((left.entries.detach(), left.experts.detach()))
+    def take(self, left: Left, tokens: int) -> None:
+        """Take in what a visit left; where a branch was skipped, its tokens chose nothing."""
+        if self.layer.released() > 0.0:
+            entries = left.entries or self.layer.attention_router.nothing(tokens)
+            experts = left.experts or self.layer.expert_router.nothing(tokens)
+            self.routes.append((entries.detach(), experts.detach()))
         if left.slot is None:
             return
         if self.slots is None:

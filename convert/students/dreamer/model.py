@@ -55,5 +55,5 @@ def visit_dreamer(
     cache_layer = None if cache is None else cache.layers[step.slot]
     visit = state.dreamer.visit(step, context, cache_layer)
     h_BTC, left = model.call(model.dreamer, state.h_BTC, visit)
-    state.dreamer.take(left)
+    state.dreamer.take(left, h_BTC[..., 0].numel())
     return state.with_stream(h_BTC)

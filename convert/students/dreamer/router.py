@@ -116,6 +116,21 @@ class Router(nn.Module):
         norm_N1 = weights_NK.sum(-1, keepdim=True) / self.slices
         return Routes(chosen_NK, weights_NK / norm_N1, weights_NK.amax(-1))
 
+    def nothing(self, tokens: int) -> Routes:
+        """Of so many tokens that choose nulls alone."""
+        nulls_K = torch.arange(self.top, device=self.keys.device) + self.experts
+        shares_K = torch.full_like(nulls_K, self.slices / self.top, dtype=torch.float32)
+        nulls_NK, shares_NK = (x.expand(tokens, -1) for x in (nulls_K, shares_K))
+        return Routes(nulls_NK, shares_NK, torch.zeros_like(shares_NK[:, 0]))
+
+    @torch.no_grad()
+    def null_shares(self) -> Tensor:
+        """What nulls have of the weights at each depth [D], as far as the depth alone decides."""
+        silent_1C = torch.zeros_like(self.keys[:1])
+        routes = [self(silent_1C, depth) for depth in range(len(self.depth_logits))]
+        weights = [(r.weights_NK * (r.chosen_NK >= self.experts)).sum() for r in routes]
+        return torch.stack(weights) / self.slices
+
     def _chosen(self, ranked_NX: Tensor) -> Tensor:
         """The K highest with bias [N, K]; nulls, and how many, are chosen as without any bias."""
         biased_NX = ranked_NX[:, : self.experts] + self.balance

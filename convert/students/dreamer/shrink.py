@@ -2,7 +2,8 @@
 
 Where an entry has left, a null stands in for it: a depth that preferred the entry chooses nothing
 in its place, as if that part of a layer were dropped, and not a neighbour at full weight, which was
-not made for it. Routing can learn to use others there again.
+not made for it. Routing can learn to use others there again, unless branches that are left with
+next to nothing but nulls are skipped from then on, which takes neither time nor cache.
 
 E entries before, E' after, L that leave, Z nulls, D depths, C hidden width.
 """
@@ -23,6 +24,7 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.errors import UserError
 
 How = Literal["drop", "merge"]
+SKIPPED = 0.9  # share of a branch's weights that nulls have where it is not worth running
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,15 @@ def likeness(pool: Pool) -> Tensor:
 
 
 @torch.no_grad()
-def shrink(model: LT2ForCausalLM, attention: Cut, experts: Cut) -> None:
+def shrink(model: LT2ForCausalLM, attention: Cut, experts: Cut, *, skip: bool = False) -> None:
     """Cut both pools in place. Gradients and optimisers of before do not fit any more.
 
     Parameters are means by ``shares``, neurons as they stand: nothing is permuted to fit. A merged
     entry is as welcome at each depth as the most welcome of its parts. Nulls take the places of
     those that leave.
+
+    Args:
+        skip: depths that give nulls at least ``SKIPPED`` of the weights of a branch go without it.
 
     Raises:
         UserError: routing is still forced, tokens use more than is left, or slices of an MLP are
@@ -175,7 +180,20 @@ def shrink(model: LT2ForCausalLM, attention: Cut, experts: Cut) -> None:
     _cut_pool(layer.experts, experts)
     _cut_router(layer.expert_router, experts)
     nulls = layer.attention_router.nulls, layer.expert_router.nulls
-    _set_config(model, replace(config, null_entries=nulls[0], null_experts=nulls[1]))
+    config = replace(config, null_entries=nulls[0], null_experts=nulls[1])
+    if skip:
+        config = replace(
+            config,
+            skipped_attention=_empty(layer.attention_router, config.skipped_attention),
+            skipped_experts=_empty(layer.expert_router, config.skipped_experts),
+        )
+    _set_config(model, config)
+
+
+def _empty(router: Router, already: Sequence[int]) -> list[int]:
+    """Depths at which nulls have nearly all, and those that had been found before."""
+    found = (router.null_shares() >= SKIPPED).nonzero().flatten().tolist()
+    return sorted({*found, *already})
 
 
 def set_top_experts(model: LT2ForCausalLM, top: int) -> None:

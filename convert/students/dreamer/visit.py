@@ -28,7 +28,9 @@ from ltconvert.kernels.depth_attention import DepthSlots
 
 
 class Left(NamedTuple):
-    """What a visit leaves: routes of both pools (None where all is forced), a depth slot."""
+    """What a visit leaves: routes of both pools (None where all is forced, or a branch is skipped),
+    and a depth slot.
+    """
 
     entries: Routes | None
     experts: Routes | None
@@ -41,12 +43,15 @@ class Visit:
 
     Attributes:
         layer: of the teacher, whose place this depth takes.
+        attends, thinks: whether there is attention at this depth, and whether there are experts.
         forced, learned: whether the layer's own experts count, and those that tokens choose.
         release: share of the latter, on the device.
     """
 
     depth: int
     layer: int
+    attends: bool
+    thinks: bool
     forced: bool
     learned: bool
     release: Tensor
