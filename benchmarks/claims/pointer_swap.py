@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     add("--smallest", type=int, default=4, help="pointers to begin with")
-    add("--largest", type=int, default=128, help="pointers to end with")
+    add("--largest", type=int, default=32, help="to end with; names there are; paper: 128")
     add("--steps", type=int, default=3000, help="optimiser steps of a trial")
     add("--phase-steps", type=int, default=50, help="steps before the next look at held-out rows")
     add("--pass-accuracy", type=float, default=0.9)

@@ -122,9 +122,7 @@ class PointerStream:
             more = earlier[random.integers(len(earlier))].draw(others, random)
             fill = (0, 0), (0, last.length - more[0].shape[1])
             ids_BT = np.concatenate([ids_BT, np.pad(more[0], fill, constant_values=START)])
-            labels_BT = np.concatenate(
-                [labels_BT, np.pad(more[1], fill, constant_values=IGNORED)]
-            )
+            labels_BT = np.concatenate([labels_BT, np.pad(more[1], fill, constant_values=IGNORED)])
         return _batch(ids_BT, labels_BT)
 
     def state_dict(self) -> dict[str, Any]:
