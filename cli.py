@@ -14,6 +14,7 @@ import typer
 from ltconvert import __version__
 from ltconvert import cli_output as output
 from ltconvert.cli_session import Session, run, with_session
+from ltconvert.errors import Mistakes, UserError
 
 if TYPE_CHECKING:
     from ltconvert.recipes.schema import Recipe
@@ -240,15 +241,18 @@ def inspect(
         typer.Option(metavar="NAME[=COUNT]", help="With --match: a number of it that stays."),
     ] = None,
     context: Annotated[
-        int, typer.Option(min=1, help="With --match: tokens of the rows that are counted in.")
-    ] = 4096,
+        int | None,
+        typer.Option(min=1, help="With --match: tokens of the rows that are counted in; 4096."),
+    ] = None,
 ) -> None:
     """Layer map, parameters and cache bytes a token of a teacher or a student."""
     from ltconvert import cli_inspect, cli_match
 
     if match:
-        cli_match.run(model, revision, hold or [], context, as_json=session.json)
+        cli_match.run(model, revision, hold or [], context or 4096, as_json=session.json)
         return
+    if hold or context:
+        raise UserError("--hold and --context are about the Dreamer of --match; add --match")
     cli_inspect.run(model, revision, as_json=session.json, verbose=session.verbose)
 
 
@@ -270,7 +274,11 @@ def doctor(session: Session) -> None:
 def bench_decode(
     session: Session,
     model: Annotated[
-        str | None, typer.Argument(help="As --teacher takes it; its config alone is read.")
+        str | None,
+        typer.Argument(
+            help="A student or run folder, its teacher beside it; or as --teacher takes it, with a "
+            "--recipe's student beside it. Configs alone are read."
+        ),
     ] = None,
     shape: Annotated[
         str | None, typer.Option(help="In place of a model: ouro-1.4b, smollm2-135m, ...")
@@ -348,18 +356,24 @@ def check_recipes(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Check recipes: the first mistake is named with the nearest key that exists; exit status 2."""
+    """Check recipes: all mistakes of all files, a line each, with the key meant; exit status 2."""
     from ltconvert import recipes
     from ltconvert.recipes.idle import idle_settings
 
-    found = {name: recipes.resolve(name, budget=budget) for name in files}
-    if as_json:
+    found, mistakes = {}, []
+    for name in files:
+        try:
+            found[name] = recipes.resolve(name, budget=budget)
+        except UserError as error:
+            mistakes += str(error).splitlines()
+    if as_json and not mistakes:
         output.print_json({name: recipes.digest(recipe) for name, recipe in found.items()})
-        return
-    for name, recipe in found.items():
+    for name, recipe in () if as_json else found.items():
         output.print_line(f"{name}: ok ({recipes.digest(recipe)[:12]})")
         for line in idle_settings(recipe):
             output.print_line(f"  {line}")
+    if mistakes:
+        raise Mistakes(mistakes)
 
 
 def _recipe(name: str, budget: str | None, data: str | None, overrides: list[str] | None) -> Recipe:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert import cli_output as output
-from ltconvert.cli_models import student_folder
+from ltconvert.cli_models import own_teacher, student_folder
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
@@ -111,7 +112,6 @@ def models(request: Request) -> dict[str, LT2Config]:
         UserError: neither or both of a model and a shape, or a pattern that does not fit.
     """
     from ltconvert.cli_inspect import read_config
-    from ltconvert.convert.students.dreamer.taken_over import taken_over
     from ltconvert.convert.students.lt2 import LT2Config
     from ltconvert.convert.teachers.shapes import shape_spec
     from ltconvert.distill.evaluation.decode_models import student_config
@@ -121,19 +121,37 @@ def models(request: Request) -> dict[str, LT2Config]:
     if request.shape is not None:
         config = LT2Config.from_spec(shape_spec(request.shape))
     else:
-        config, _ = read_config(student_folder(str(request.reference)), None)
-    alike = {} if config.dreamer is None else taken_over(config)
-    teacher = LT2Config.from_spec(config.spec(), **alike)
-    if set(config.mixers) != {"full"} or config.dreamer is not None:
-        if request.mixers or request.full:
+        config, provenance = read_config(student_folder(str(request.reference)), None)
+        converted = set(config.mixers) != {"full"} or config.dreamer is not None
+        asked = request.mixers or request.full
+        if converted and asked:
             raise UserError(
                 f"{request.reference} is a student, with its own mixers and full layers; "
                 "leave out --mixers and --full"
             )
-        return {"teacher": teacher, "student": config}
+        # A student of full layers can be a teacher, too.
+        if converted or (own_teacher(provenance) and not asked):
+            return {"teacher": _teacher_of(config, provenance), "student": config}
     mixers = request.mixers.split(",") if request.mixers else []
     student = student_config(config.spec(), _settings(request), [m.strip() for m in mixers])
-    return {"teacher": teacher, "student": student}
+    return {"teacher": LT2Config.from_spec(config.spec()), "student": student}
+
+
+def _teacher_of(config: LT2Config, provenance: Mapping[str, Any]) -> LT2Config:
+    """The teacher that a student was made from; where it is not there, what stands for it."""
+    from ltconvert.cli_inspect import read_config
+    from ltconvert.convert.students.dreamer.taken_over import taken_over
+    from ltconvert.convert.students.lt2 import LT2Config
+
+    name, why = own_teacher(provenance), "the student records no teacher"
+    if name is not None:
+        try:
+            return read_config(name, provenance["teacher"].get("revision"))[0]
+        except UserError as error:
+            why = f"the teacher that the student records cannot be read ({error})"
+    output.print_note(f"{why}; the row of the teacher is the student's shape with full layers")
+    alike = {} if config.dreamer is None else taken_over(config)
+    return LT2Config.from_spec(config.spec(), **alike)
 
 
 def _settings(request: Request) -> StudentSettings:

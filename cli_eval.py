@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert import cli_output as output
-from ltconvert.cli_models import short_name, student_folder
+from ltconvert.cli_models import own_teacher, short_name, student_folder
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
+
     from ltconvert.cli_session import Session
+    from ltconvert.convert.teachers.load import Teacher
     from ltconvert.recipes.schema import Recipe
 
 
@@ -50,15 +53,7 @@ def find(teacher: str | None, student: str | None) -> Models:
         raise UserError(f"--student {student}: no such folder; give a student or a run folder")
     provenance = read_provenance(folder)
     run_dir = Path(student) if folder != Path(student) else None
-    return Models(teacher or _own_teacher(provenance), folder, run_dir, provenance)
-
-
-def _own_teacher(provenance: Mapping[str, Any]) -> str | None:
-    """The reference of the teacher that a student was made from, None when it is not known."""
-    from ltconvert.convert.teachers.packaged import PACKAGED
-
-    teacher = provenance.get("teacher") or {}
-    return teacher.get("name") if teacher.get("name") in PACKAGED else teacher.get("source")
+    return Models(teacher or own_teacher(provenance), folder, run_dir, provenance)
 
 
 def recipe_of(
@@ -78,18 +73,17 @@ def run(
 ) -> None:
     """Measure, write `evaluation.json` and the report, print the tables."""
     from ltconvert.convert.checkpoint import load_student
-    from ltconvert.convert.teachers.load import load_teacher
     from ltconvert.distill.evaluate import evaluate
     from ltconvert.distill.report import build_report, show_evaluation
     from ltconvert.distill.runlog import RunLog
 
     device = session.device()
     session.choose_kernels(device)
-    precision, reason = session.precision(device)
+    precision, reason = _precision(session, models, device)
     folder = out or models.run_dir or default_out(models)
     log = RunLog(None, json=session.json)
     log.say(f"device: {device}, precision: {precision} ({reason})")
-    teacher = load_teacher(models.teacher, device=device) if models.teacher else None
+    teacher = _teacher(models, device)
     student = load_student(models.student, device=device) if models.student else None
     found = evaluate(
         teacher,
@@ -109,6 +103,37 @@ def run(
         return
     output.print_line(show_evaluation(folder))
     output.print_line(f"report: {folder / 'report.md'} and {folder / 'report.html'}")
+
+
+def _teacher(models: Models, device: torch.device) -> Teacher | None:
+    """The teacher, if one is known.
+
+    Raises:
+        UserError: it is not there; of the student's own one how to name another.
+    """
+    from ltconvert.convert.teachers.load import load_teacher
+
+    if models.teacher is None:
+        return None
+    try:
+        return load_teacher(models.teacher, device=device)
+    except UserError as error:
+        if models.teacher != own_teacher(models.provenance):
+            raise
+        raise UserError(
+            f"the teacher that {models.student} records cannot be loaded: {error}; name it with "
+            "--teacher"
+        ) from error
+
+
+def _precision(session: Session, models: Models, device: torch.device) -> tuple[str, str]:
+    """That of the run whose student it is, so that its scores are comparable; else the faster."""
+    from ltconvert.distill.run_identity import recorded_precision
+
+    recorded = recorded_precision(models.run_dir) if models.run_dir else None
+    if recorded is None or session.precision_name != "auto":
+        return session.precision(device)
+    return recorded, "as the run"
 
 
 def default_out(models: Models) -> Path:

@@ -98,8 +98,8 @@ def run(
         depths: how often the layer of a Dreamer runs; None: as often as it was trained to.
 
     Raises:
-        UserError: nothing to read, beam search or a Dreamer is asked of the fast path, or depths of
-            a model that is no Dreamer.
+        UserError: nothing to read, beam search is asked of the fast path, or depths of a model that
+            is no Dreamer.
     """
     import torch
     from transformers import TextStreamer
@@ -109,8 +109,6 @@ def run(
     if fast and sampling.beams > 1:
         raise UserError("--fast follows one continuation; leave out --fast or --beams")
     model = load(session, reference)
-    if fast and model.model.config.dreamer is not None:
-        raise UserError("--fast has no one-token step for a Dreamer yet; leave it out")
     if depths is not None and (line := set_depths(model.model, depths)):
         output.print_note(line)
     ids = prompt.ids(model.tokenizer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ltconvert.errors import UserError
 
@@ -21,6 +23,14 @@ def student_folder(reference: str) -> str:
     raise UserError(
         f"{reference} is a run folder without a finished student; repeat its distill command"
     )
+
+
+def own_teacher(provenance: Mapping[str, Any]) -> str | None:
+    """The reference of the teacher that a student was made from, None when it is not known."""
+    from ltconvert.convert.teachers.packaged import PACKAGED
+
+    teacher = provenance.get("teacher") or {}
+    return teacher.get("name") if teacher.get("name") in PACKAGED else teacher.get("source")
 
 
 def short_name(reference: str) -> str:

@@ -11,17 +11,20 @@ import functools
 import inspect
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ltconvert.errors import UserError, out_of_memory
+from ltconvert.errors import Mistakes, UserError, out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -182,7 +185,8 @@ def with_session(verb: Callable[..., None]) -> Callable[..., None]:
         )
         prepare(session)
         try:
-            verb(session, **options)
+            with _sigterm_as_ctrl_c():
+                verb(session, **options)
         except KeyboardInterrupt as interrupt:
             # Typer would turn it into a bare exit code, and the message would be lost.
             raise Interrupted(str(interrupt)) from interrupt
@@ -201,6 +205,19 @@ def with_session(verb: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
     return command
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """End on SIGTERM as on Ctrl-C, with a line that says what was kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def prepare(session: Session) -> None:
@@ -239,7 +256,9 @@ def run(app: typer.Typer, arguments: list[str]) -> int:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """(one line, exit code) for an exception."""
+    """(one line, exit code) for an exception; of several mistakes one line each."""
+    if isinstance(error, Mistakes):
+        return str(error), 2
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, UserError):
         return text, 2
@@ -257,8 +276,9 @@ def explain(error: Exception) -> tuple[str, int]:
 
 
 def _fail(message: str, code: int, as_json: bool) -> int:
-    """Print the error line, and with `--json` a document that holds it."""
+    """Print the error, a line each, and with `--json` a document that holds it."""
     if as_json and os.environ.get("RANK", "0") == "0":
         print(json.dumps({"error": message, "exit_code": code}))
-    print(f"error: {message}", file=sys.stderr)
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
     return code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 # Of PyTorch on GPUs, on CPUs (two platforms), of cuBLAS and cuDNN.
 _REFUSALS = (
     "out of memory",
@@ -17,6 +19,13 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and exits with status 2.
     """
+
+
+class Mistakes(UserError):
+    """Several of them, a line each."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
 
 
 def first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from ltconvert.convert.mixers.linear import Place
 from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.static_layers import StaticKeys
+from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.kernels.decode_attention import decode_attention
 from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_linear import GateActivation, decode_linear
@@ -29,7 +30,7 @@ from ltconvert.kernels.decode_window import decode_window
 if TYPE_CHECKING:
     from ltconvert.convert.decode_depth import DepthNow
 
-_ACTIVATIONS: dict[str, GateActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, GateActivation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj", "rest_proj",
     "index_q_proj", "index_k_proj", "index_weight_proj", "branch_proj",
@@ -77,7 +78,7 @@ class LayerStep:
         h_BC = _add(o_BM, layer.mixer.o_proj, layer.post_mixer_norm, h_BC, outer=layer.outer)
         if now.depth is not None:
             now.depth.leave(layer, before_BC, h_BC)
-        activation = _ACTIVATIONS.get(layer.mixer.spec.hidden_act)
+        activation = ACTIVATIONS.get(layer.mixer.spec.hidden_act)
         if activation is None:
             return layer.with_mlp(h_BC, layer.mlp_branch(h_BC))
         norm = norm_of(layer.pre_mlp_norm)
@@ -104,11 +105,7 @@ class AttentionStep(LayerStep):
 
     def attend(self, q_BHD: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
         """Queries -> outputs of the heads, [B, H, D]."""
-        spec = self.layer.mixer.spec
-        return decode_attention(
-            q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots],
-            scale=spec.attention_scale, soft_cap=spec.attention_softcap,
-        )  # fmt: skip
+        return attended(q_BHD, self.layer.mixer.spec, cache_layer, now)
 
     def take_in(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> None:
         """See ``LayerStep``."""
@@ -139,9 +136,7 @@ class LinearStep(LayerStep):
 
     def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
         """q, k, v, and the other projections in their order -> outputs of the heads, [B, H, D]."""
-        mixer: Any = self.layer.mixer
-        gate_BM, *rates = others[: 1 + len(mixer.RATES)]
-        return mixer.step(qkv_BM, gate_BM, rates, cache_layer, now)
+        return recurred(qkv_BM, others, self.layer.mixer, cache_layer, now)
 
 
 class WindowedGatedDeltaNetStep(LinearStep):
@@ -154,14 +149,7 @@ class WindowedGatedDeltaNetStep(LinearStep):
 
     def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
         """See ``LinearStep``."""
-        mixer: Any = self.layer.mixer
-        linear_BHD = super().mix_heads(qkv_BM, others, cache_layer, now)
-        q_BHD = placed(qkv_BM, mixer, cache_layer, now, norms=False)
-        return decode_window(
-            q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots],
-            linear_BHD, others[3], now.outside[mixer.window],
-            scale=mixer.spec.attention_scale, soft_cap=mixer.spec.attention_softcap,
-        )  # fmt: skip
+        return windowed(qkv_BM, others, self.layer.mixer, cache_layer, now)
 
 
 def _add(
@@ -204,6 +192,32 @@ def placed(qkv_BM: Tensor, mixer: Any, cache: StaticKeys, now: Now, *, norms: bo
     return decode_heads(
         qkv_BM, cache.keys, cache.values, now.slots[cache.slots], num_heads=mixer.num_heads,
         cos_BD=cos_BD, sin_BD=sin_BD, **(_head_norms(mixer) if norms else {}),
+    )  # fmt: skip
+
+
+def attended(q_BHD: Tensor, spec: TeacherSpec, cache: StaticKeys, now: Now) -> Tensor:
+    """Softmax attention over what a slot holds, [B, H, D]."""
+    return decode_attention(
+        q_BHD, cache.keys, cache.values, now.used[cache.slots],
+        scale=spec.attention_scale, soft_cap=spec.attention_softcap,
+    )  # fmt: skip
+
+
+def recurred(qkv_BM: Tensor, others: list[Tensor], mixer: Any, cache: Any, now: Now) -> Tensor:
+    """A linear mixer's outputs of the heads, [B, H, D]; ``others``: gate, rates, what else."""
+    gate_BM, *rates = others[: 1 + len(mixer.RATES)]
+    y_BHD: Tensor = mixer.step(qkv_BM, gate_BM, rates, cache, now)
+    return y_BHD
+
+
+def windowed(qkv_BM: Tensor, others: list[Tensor], mixer: Any, cache: Any, now: Now) -> Tensor:
+    """The same with a window under one softmax; the last of ``others`` is what lies outside."""
+    linear_BHD = recurred(qkv_BM, others, mixer, cache, now)
+    q_BHD = placed(qkv_BM, mixer, cache, now, norms=False)
+    return decode_window(
+        q_BHD, cache.keys, cache.values, now.used[cache.slots],
+        linear_BHD, others[3], now.outside[mixer.window],
+        scale=mixer.spec.attention_scale, soft_cap=mixer.spec.attention_softcap,
     )  # fmt: skip
 
 

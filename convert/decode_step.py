@@ -5,12 +5,14 @@ B rows, C hidden width, D head width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from ltconvert.convert.decode_depth import DepthNow, MixtureOfDepthsStep
+from ltconvert.convert.decode_dreamer import DreamerStep, dreamer_steps
 from ltconvert.convert.decode_layers import (
     AttentionStep,
     LayerStep,
@@ -35,7 +37,6 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.merge import in_loop
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import StaticKeys, StaticKeysAndState
-from ltconvert.errors import UserError
 from ltconvert.kernels.decode_linear import decode_linear
 from ltconvert.kernels.overlap import overlapping
 
@@ -59,7 +60,9 @@ class Step:
         self.model, self.cache = model, cache
         self.exits = leaving(model.model, exit_threshold) is not None
         self.exit_threshold = exit_threshold
-        self.layers = _layer_steps(model)
+        self.layers: Sequence[LayerStep | DreamerStep] = _layer_steps(model, cache.batch)
+        # A Dreamer may go on behind the visit that closed its only loop.
+        self.closing = [visit for visit in model.model.schedule if visit.closes_loop][-1]
         kinds = [layer for layer in cache.layers if isinstance(layer, StaticKeys)]
         self.sizes = sorted({layer.slots for layer in kinds})
         both = [layer for layer in kinds if isinstance(layer, StaticKeysAndState)]
@@ -110,7 +113,7 @@ class Step:
         """
         decoder, last = self.model.model, self.model.model.schedule[-1]
         closes = decoder.spec.norm_closes(visit.loop)
-        at_end = visit.loop == last.loop
+        at_end = visit is self.closing
         next_BC = normed(h_BC, decoder.norm) if closes and visit is not last else h_BC
         left = at_end
         if leaves is not None and not at_end:
@@ -136,7 +139,7 @@ class Step:
         )
 
 
-def _layer_steps(model: LT2ForCausalLM) -> list[LayerStep]:
+def _layer_steps(model: LT2ForCausalLM, rows: int) -> Sequence[LayerStep | DreamerStep]:
     """The step of every visit: one a layer, and one a loop where loops have tensors of their own.
 
     A correction would be two more launches a matrix; merged, a visit reads as much as in a dense
@@ -144,7 +147,7 @@ def _layer_steps(model: LT2ForCausalLM) -> list[LayerStep]:
     """
     inner = model.model
     if inner.dreamer is not None:
-        raise UserError("a Dreamer has no one-token step; use the model's own generate()")
+        return dreamer_steps(inner.dreamer, inner.schedule, rows)
     steps: dict[tuple[int, int], LayerStep] = {}
     found = []
     for visit in inner.schedule:

@@ -7,11 +7,13 @@ R rows of all layers together, C input channels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ltconvert.convert.mixers.projection import Linear
+from ltconvert.convert.students.dreamer.layer import DreamerLayer
 
 
 def join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -43,14 +45,16 @@ def split(model: nn.Module) -> None:
                 parameter.data = parameter.data.clone()
 
 
-def places(model: nn.Module) -> tuple[tuple[int, torch.dtype, int], ...]:
+def places(model: nn.Module) -> tuple[Any, ...]:
     """Where all parameters lie: other places mean that what points at them is out of date.
 
     Of linear layers that loops share also how often they were changed: a Decoder holds them merged.
+    Of Dreamers also how far routing is released: a graph holds what counts then.
     """
     tied = (m for m in model.modules() if isinstance(m, Linear) and m.loops > 1)
     merged = {id(p) for module in tied for p in module.parameters() if not p.is_inference()}
-    return tuple(
+    released = [m.released() for m in model.modules() if isinstance(m, DreamerLayer)]
+    return *released, *(
         (p.data_ptr(), p.dtype, p._version if id(p) in merged else 0) for p in model.parameters()
     )
 

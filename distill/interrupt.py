@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 
@@ -20,6 +21,20 @@ class Stopped(KeyboardInterrupt):
 
 class OutOfTime(Stopped):
     """Training stopped at the end of the time that it was given, after its checkpoint."""
+
+
+@contextmanager
+def saying_what_is_kept(stage: str, folder: Path) -> Iterator[None]:
+    """Give an interruption outside of training, which comes without a message, one of its own."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if str(interrupt):
+            raise
+        raise Stopped(
+            f"stopped in stage {stage}; what it has computed is in {folder}; the same command goes "
+            "on from there"
+        ) from None
 
 
 class StopRequest:

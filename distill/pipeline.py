@@ -26,6 +26,7 @@ from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.scores import heldout_rows, heldout_scores
 from ltconvert.distill.inherited import inherited
+from ltconvert.distill.interrupt import saying_what_is_kept
 from ltconvert.distill.lineage import START, Lineage
 from ltconvert.distill.precision import pick_precision
 from ltconvert.distill.processes import is_main_process, join_processes, wait_for_everyone
@@ -167,7 +168,8 @@ class Pipeline:
             record.write(folder)
         began = time.perf_counter()
         inputs = self.inputs(stage, student)
-        result = RUN_STAGE[stage](getattr(self.recipe, stage), inputs, folder)
+        with saying_what_is_kept(stage, folder):
+            result = RUN_STAGE[stage](getattr(self.recipe, stage), inputs, folder)
         del inputs, student
         if stage == "select":
             student = self.lineage.hybrid(result.student)

@@ -24,7 +24,13 @@ from ltconvert.distill.planning.machine import Machine, free_disk, measure
 from ltconvert.distill.planning.memory import Parts, stage_memory
 from ltconvert.distill.planning.models import Models, PoolFacts, models_of
 from ltconvert.distill.planning.rows import choose_rows, with_rows
-from ltconvert.distill.planning.student import check_decoding, kind_of, makeup, notes
+from ltconvert.distill.planning.student import (
+    check_decoding,
+    kind_of,
+    makeup,
+    notes,
+    raised_shares,
+)
 from ltconvert.distill.planning.work import Work, selection_cost, stage_work
 from ltconvert.distill.selection.result import Cost
 from ltconvert.errors import UserError
@@ -57,7 +63,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """A Dreamer with a share of the teacher's layers in its pools; costs as in ``Footprint``."""
+    """A Dreamer with a part of the teacher's layers in its pools; costs as in ``Footprint``.
+
+    ``share`` is what the recipe asks for; entries and experts are what is left.
+    """
 
     share: float
     entries: int
@@ -143,7 +152,7 @@ def plan(
     """
     device = torch.device(device)
     models = models_of(recipe, spec, inherited)
-    said = tuple(notes(recipe, spec.num_loops))
+    said = (*notes(recipe, spec.num_loops), *raised_shares(recipe, models))
     if check:
         check_local(recipe.data)
         check_decoding(recipe, models)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,19 @@ from ltconvert.distill.selection.compare import kl_sums
 _NEVER = -1e4  # as a logit and as a bias: no key makes up for it, and no other bias
 
 
+@dataclass(frozen=True)
+class Damage:
+    """KL added up so far, over one batch after the other and in each one entry after the other.
+
+    Attributes:
+        sums: nats of each entry; empty before the first pass.
+        passes: forward passes without an entry.
+    """
+
+    sums: Sequence[float] = ()
+    passes: int = 0
+
+
 @torch.no_grad()
 def pool_damage(
     model: LT2ForCausalLM,
@@ -30,7 +44,8 @@ def pool_damage(
     batches: Sequence[Batch],
     *,
     precision: str = "fp32",
-    done: Callable[[], None] = lambda: None,
+    so_far: Damage | None = None,
+    done: Callable[[Damage], None] = lambda so_far: None,
 ) -> Tensor:
     """KL [E], nats a token, to the model of the model without each entry of a router's pool.
 
@@ -38,20 +53,23 @@ def pool_damage(
 
     Args:
         router: the model's own, of either pool; routing is learned wholly.
-        done: called after each entry of a batch.
+        so_far: what a call that was killed had found; its passes are not made again.
+        done: called after each pass with all that is found so far.
     """
-    sums, tokens = [0.0] * router.experts, 0
-    for batch in batches:
+    found, entries = so_far or Damage(), router.experts
+    sums = list(found.sums) or [0.0] * entries
+    for batch in batches[found.passes // entries :]:
         batch = batch.to(model.device)
         with autocast(model.device, precision):
             whole_NC = last_hidden(model, batch)[batch.keep_BT]
-            for entry in range(len(sums)):
+            for entry in range(found.passes % entries, entries):
                 with _without(router, entry):
                     hidden_NC = last_hidden(model, batch)[batch.keep_BT]
                 (kl,) = kl_sums(model, [hidden_NC], model, whole_NC)
                 sums[entry] += kl
-                done()
-        tokens += len(whole_NC)
+                found = Damage(tuple(sums), found.passes + 1)
+                done(found)
+    tokens = sum(int(batch.keep_BT.sum()) for batch in batches)
     return torch.tensor(sums, dtype=torch.float64) / max(tokens, 1)
 
 

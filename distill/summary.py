@@ -43,7 +43,7 @@ def after_stage(record: StageRecord, before: StageRecord | None) -> str:
         f"on {scores['tokens']:,} held-out tokens"
     )
     if before is not None and rises(before.scores["kl"], scores["kl"]):
-        text += f"; that is above the {before.scores['kl']:.4f} after {before.stage}"
+        text += f"; that is above the {before.scores['kl']:z.4f} after {before.stage}"
     return text
 
 

@@ -33,6 +33,8 @@ OPS: dict[str, tuple[str, ...]] = {
     "gdn_step": ("reference", "triton"),
     "decode_attention": ("reference", "triton"),
     "decode_linear": ("reference", "triton"),
+    "decode_experts": ("reference", "triton"),
+    "decode_route": ("reference", "triton"),
     "decode_heads": ("reference", "triton"),
     "decode_window": ("reference", "triton"),
     "decode_norm": ("reference", "triton"),

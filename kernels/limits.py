@@ -12,6 +12,7 @@ MOST_WINDOW_WIDTH_FP32 = 64  # what shared memory holds
 MOST_SHARED = 32
 MOST_TAPS = 8
 MOST_DECODED_ROWS = 16
+MOST_ROUTED = 1024  # logits, which one warp holds
 
 
 def of_precision(*tensors: Tensor | None) -> str | None:
@@ -115,6 +116,20 @@ def of_decode_linear(x_BC: Tensor, weight: Tensor) -> str | None:
     if weight.stride(-1) != 1:
         return "the weights of an output have to lie side by side"
     return of_precision(x_BC, weight)
+
+
+def of_decode_experts(x: Tensor, weight_EOC: Tensor) -> str | None:
+    """The same, but for the number of rows."""
+    if weight_EOC.stride(-1) != 1:
+        return "the weights of an output have to lie side by side"
+    return of_precision(x, weight_EOC)
+
+
+def of_decode_route(h_BC: Tensor, keys_XC: Tensor) -> str | None:
+    """The same, and the number of logits."""
+    if len(keys_XC) > MOST_ROUTED:
+        return f"it chooses among at most {MOST_ROUTED}, got {len(keys_XC)}"
+    return of_precision(h_BC, keys_XC)
 
 
 def of_sparse_attention(q_BHTD: Tensor) -> str | None:

@@ -3,7 +3,7 @@
 Precedence, lowest first: defaults of `Recipe`, the YAML, the budget, `--set a.b=c`; weights of
 losses that a YAML names stay as they are under every budget.
 A YAML holds only what differs from the defaults. Every mistake is one line that names the key,
-where it came from and the nearest key that exists.
+where it came from and, where one is close, the key that was meant.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ltconvert.errors import UserError
-from ltconvert.recipes.keys import Lists, check_known, lists, nearest, one_line
+from ltconvert.errors import Mistakes, UserError
+from ltconvert.recipes.keys import Lists, lists
+from ltconvert.recipes.mistakes import (
+    key_mistakes,
+    nearest,
+    value_mistakes,
+    without_key_mistakes,
+)
 from ltconvert.recipes.schema import Recipe
 
 BUDGETS_FILE = "budgets"
@@ -74,11 +80,15 @@ def resolve(
     options: Mapping[str, Any] | None = None,
     overrides: Iterable[str] = (),
 ) -> Recipe:
-    """The recipe `reference` with `budget`, `options`, `overrides` ("a.b=c") over it, in turn."""
-    loaded = load(reference)
-    check_known(loaded, where=f"recipe {reference}")
-    merged = {"name": Path(reference).stem} | loaded
-    return _laid_over(merged, budget, options, overrides, where=f"recipe {reference}")
+    """The recipe `reference` with `budget`, `options`, `overrides` ("a.b=c") over it, in turn.
+
+    Raises:
+        UserError: all mistakes in the file, a line each, or else in what lies over it.
+    """
+    merged, where = {"name": Path(reference).stem} | load(reference), f"recipe {reference}"
+    if key_mistakes(merged):
+        validate(merged, where=where)
+    return _laid_over(merged, budget, options, overrides, where=where)
 
 
 def adjust(
@@ -94,12 +104,21 @@ def adjust(
 
 
 def validate(mapping: Mapping[str, Any], *, where: str) -> Recipe:
-    """`mapping` as a Recipe; every mistake in it becomes one UserError line."""
-    check_known(mapping, where=where)
+    """`mapping` as a Recipe.
+
+    Raises:
+        UserError: all mistakes in it, a line each.
+    """
+    found = key_mistakes(mapping)
+    known = without_key_mistakes(mapping) if found else dict(mapping)
     try:
-        return Recipe.model_validate(dict(mapping))
+        recipe = Recipe.model_validate(known)
     except ValidationError as error:
-        raise UserError(f"{where}: {one_line(error)}") from None
+        # Settings may only seem not to go together, while the name of one is misspelt.
+        found += value_mistakes(error, of_single_keys=bool(found))
+    if found:
+        raise Mistakes([f"{where}: {mistake}" for mistake in found])
+    return recipe
 
 
 def dump(recipe: Recipe) -> str:
@@ -122,7 +141,8 @@ def parse_override(text: str) -> dict[str, Any]:
     nested: dict[str, Any] = {path[-1]: None}
     for part in reversed(path[:-1]):
         nested = {part: nested}
-    check_known(nested, where=f"--set {text}")
+    if wrong := key_mistakes(nested):
+        raise UserError(f"--set {text}: {wrong[0]}")
     leaf = nested
     for part in path[:-1]:
         leaf = leaf[part]
@@ -209,7 +229,16 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without numbers to the base of 60: ``4:1`` is a word, not 241."""
+    """YAML 1.1 without numbers to the base of 60, ``4:1`` is a word, not 241; keys stand once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As PyYAML's, which would take the last of several values."""
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                problem = f"{key} stands there more than once"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:

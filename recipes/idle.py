@@ -1,7 +1,8 @@
 """Settings that were given and do nothing with the student or the teacher of a recipe.
 
-A setting counts as given where it is neither the default nor what a budget says: nobody asked for
-those.
+A setting counts as given where it is neither what a budget says nor the default, unless somebody
+spelt that out: whoever writes `student.full_layers=0.25` expects something of it. A section with
+all settings, as `recipes show` prints them, spells out nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def idle_settings(recipe: Recipe, teacher_loops: int | None = None) -> list[str]
 
 def _needs(recipe: Recipe, rule: Rule) -> str:
     """What would make it work; a Dreamer's mixers are its teacher's, whatever is asked for."""
-    of_layers = recipe.student.kind == "dreamer" and "mixer" in rule.needs
+    layers = "student.kind" not in rule.needs and ("mixer" in rule.needs or "full_" in rule.needs)
+    of_layers = recipe.student.kind == "dreamer" and layers
     return f"student.kind=lt2 and {rule.needs}" if of_layers else rule.needs
 
 
@@ -58,7 +60,9 @@ def _given(recipe: Recipe, key: str, budgets: list[dict[str, Any]]) -> bool:
     section, _, name = key.partition(".")
     if section in STAGES and not getattr(recipe, section).enabled:
         return False
-    asked_by_none = [sections()[section].model_fields[name].get_default()]
+    fields, spelt_out = sections()[section].model_fields, getattr(recipe, section).model_fields_set
+    all_there = spelt_out == set(fields)
+    asked_by_none = [fields[name].get_default()] if all_there or name not in spelt_out else []
     said = (budget.get(section, {}) for budget in budgets)
     asked_by_none += [settings[name] for settings in said if name in settings]
     return _value(recipe, key) not in asked_by_none

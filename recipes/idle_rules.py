@@ -115,6 +115,11 @@ def _stage_rules() -> Iterator[Rule]:
         lambda r, _: r.student.pool_rank == "damage",
         "student.pool_rank=damage",
     )
+    yield Rule(
+        ("shrink.usage_tokens",),
+        lambda r, _: r.student.pool_rank == "use" or r.student.pool_cut == "merge",
+        "student.pool_rank=use or student.pool_cut=merge",
+    )
 
 
 def _method(*methods: str) -> Acts:
@@ -154,6 +159,11 @@ def _dreamer_rules() -> Iterator[Rule]:
     names = ("slices", "top_entries", "top_experts", "depth_heads", "shared_size", "parallel",
              "stream_norm", "select_by")  # fmt: skip
     yield Rule(_of("student", *names), _is_dreamer, "student.kind=dreamer")
+    yield Rule(
+        ("student.full_layers",),
+        lambda r, _: r.student.kind == "lt2" or r.student.full_layers == 1.0,
+        "student.kind=lt2: a Dreamer has one layer, with its teacher's mixer",
+    )
     needs = "student.kind=dreamer and shrink.enabled=true"
     yield Rule(("student.pool_schedule",), _runs("shrink"), needs)
     needs = "student.kind=dreamer with a student.pool_schedule"

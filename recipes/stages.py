@@ -166,7 +166,10 @@ class ShrinkSettings(LogitsSettings):
     batch_tokens: int = Field(65_536, gt=0)
     lr: float = Field(5e-5, gt=0, description="peak learning rate of everything but what is new")
     usage_tokens: int = Field(
-        65_536, gt=0, description="training tokens on which use is measured before each step"
+        65_536,
+        gt=0,
+        description="with `student.pool_rank` use or `student.pool_cut` merge: training tokens on"
+        " which use is measured before each step",
     )
     damage_tokens: int = Field(
         8192, gt=0, description="with `student.pool_rank` damage: tokens on which that is measured"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from ltconvert import __version__
+from ltconvert import __version__, recipes
 from ltconvert.cli import app
 from ltconvert.cli_session import explain, run
 from ltconvert.errors import UserError
@@ -79,6 +80,8 @@ def test_installed_command() -> None:
         (["distill", "--teacher", "x", "--budget", "tiny"], "unknown budget 'tiny'"),
         (["plan", "--teacher", "x", "--set", "align.lt=1"], "did you mean align.lr?"),
         (["inspect", "nothing"], "no teacher 'nothing'"),
+        (["inspect", "nothing", "--hold", "depths"], "--match; add --match"),
+        (["inspect", __file__], "is a file, but no .gguf file"),
         (["recipes", "check", "hybrid25", "x.yaml"], "recipe x.yaml: no such file"),
     ],
 )
@@ -157,6 +160,17 @@ def test_ctrl_c_exits_130(
     assert (message or "interrupted") in line
 
 
+def test_sigterm_ends_as_ctrl_c(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(
+        "ltconvert.cli_doctor.examine", lambda _: signal.raise_signal(signal.SIGTERM)
+    )
+    assert "interrupted" in error_line(capsys, ["doctor"], code=130)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(app, ["recipes", "list"]) == 0
     assert "hybrid25" in capsys.readouterr().out
@@ -171,6 +185,15 @@ def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "source: d" in shown
     assert run(app, ["recipes", "check", str(path), "window"]) == 0
     assert f"{path}: ok" in capsys.readouterr().out
+    path.write_text("sed: 7\nlogits: {lt: 1}\n", encoding="utf-8")
+    assert run(app, ["recipes", "check", str(path), "window", "windo"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("window: ok") and shown.err.splitlines() == [
+        f"error: recipe {path}: unknown key sed; did you mean seed?",
+        f"error: recipe {path}: unknown key logits.lt; did you mean logits.lr?",
+        "error: unknown recipe 'windo'; did you mean window?; known: "
+        + f"{', '.join(recipes.names())}, or the path of a YAML file",
+    ]
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,15 +100,43 @@ def test_a_shorter_student_and_a_dreamer_are_what_is_measured(
     drop = ["--recipe", "layer-drop"]  # a quarter of three layers is one
     found = document(capsys, folders["teacher"], *drop, *small)["models"]
     assert [len(found[who]["mixers"]) for who in ("teacher", "student")] == [3, 2]
-    dreamer = released()
+    dreamer = released(slices=4, top_experts=5)
     save_student(dreamer, None, tmp_path / "dreamer", {})
-    rows = document(capsys, str(tmp_path / "dreamer"), *small)["rows"]
-    facts = model_facts(dreamer.config, torch.float32)
+    rows = document(capsys, str(tmp_path / "dreamer"), *small, "--plain")["rows"]
     assert [(row["model"], row["path"]) for row in rows] == [
-        ("teacher", "fast"),
-        ("student", "plain"),
+        (model, path) for model in ("teacher", "student") for path in ("fast", "plain")
     ]
-    assert rows[1]["cache_bytes"] == facts.cache_bytes(4)
+    facts = model_facts(dreamer.config, torch.float32)
+    assert rows[2]["cache_bytes"] == facts.cache_bytes(4)
+    # At each of 3 depths: 2 of 3 entries, 5 of 12 experts, and what all tokens use.
+    layer = dreamer.model.dreamer
+    entries = sum(p[:2].numel() for p in layer.attention.parameters())
+    experts = sum(p[:5].numel() for p in layer.experts.parameters())
+    always = sum(p.numel() for x in (layer.depth, layer.shared) for p in x.parameters())
+    always += layer.attention_router.keys.numel() + layer.expert_router.keys.numel()
+    around = dreamer.head_weight.numel() + dreamer.model.norm.weight.numel()
+    read = 4 * (3 * (entries + experts + always) + around)
+    assert rows[2]["step_bytes"] == read + facts.cache_bytes(4)
+    found = document(capsys, folders["teacher"], "--recipe", "dreamer", *small)["rows"]
+    assert [row["path"] for row in found] == ["fast"] * 2 and "error" not in found[1]
+
+
+def test_a_students_teacher_is_the_one_that_it_was_made_from(
+    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a student with fewer layers, all of them full; where it is not there one line says so."""
+    spec = tiny_spec("ouro", num_layers=2, layer_rope=("default",) * 2, layer_windows=(None,) * 2)
+    for place, layers in ((folders["teacher"], 3), (str(tmp_path / "gone"), 2)):
+        provenance = {"teacher": {"name": "teacher", "source": place, "revision": None}}
+        save_student(tiny_model(spec), None, tmp_path / "student", provenance)
+        call = [str(tmp_path / "student"), "--contexts", "4", "--batch", "1"]
+        assert run(app, ["bench", "decode", *call, *CPU, "--json"]) == 0
+        shown = capsys.readouterr()
+        found = json.loads(shown.out)["models"]
+        assert [len(found[who]["mixers"]) for who in ("teacher", "student")] == [layers, 2]
+        assert ("cannot be read (no teacher" in shown.err) == (layers == 2)
+    asked = document(capsys, *call, "--full", "1", "--recipe", "window")["models"]
+    assert sorted(asked["student"]["mixers"]) == ["full", "window"]
 
 
 def test_a_row_without_memory_says_so(

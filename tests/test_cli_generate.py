@@ -64,13 +64,13 @@ def test_exit_thresholds(fast: list[str], student: str, capsys: pytest.CaptureFi
     assert run(app, ["generate", student, "-p", "x", *fast, "--exit-threshold", "1.5"]) == 2
 
 
-def test_a_dreamer_has_no_fast_path(
-    tmp_path: Path, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("depths", [[], ["--depths", "2"]], ids=str)
+def test_fast_text_of_a_dreamer_is_the_plain_one(
+    depths: list[str], tmp_path: Path, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_student(released(), tiny_tokenizer, tmp_path / "m", {})
-    call = ["generate", str(tmp_path / "m"), "-p", "x", "--fast", "--depths", "2"]
-    assert run(app, call) == 2
-    assert "error: --fast has no one-token step for a Dreamer yet" in capsys.readouterr().err
+    plain = text(capsys, str(tmp_path / "m"), *depths)
+    assert text(capsys, str(tmp_path / "m"), *depths, "--fast") == plain
 
 
 def test_a_model_without_a_gate_says_so(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -276,6 +277,21 @@ def test_eval_names_what_is_missing(
     assert "no such folder" in capsys.readouterr().err
     assert run(app, ["eval", "--student", str(case / "teacher")]) == 2
     assert "no student of ltconvert but a model of type 'llama'" in capsys.readouterr().err
+
+
+def test_eval_of_a_run_without_its_teacher(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the run's precision; the teacher that the student records has moved."""
+    moved = shutil.copytree(finished, tmp_path / "moved")
+    path = moved / "student" / "provenance.json"
+    provenance = json.loads(path.read_text())
+    provenance["teacher"]["source"] = str(tmp_path / "gone")
+    path.write_text(json.dumps(provenance))
+    assert run(app, ["eval", "--student", str(moved), "--device", "cpu"]) == 2
+    shown = capsys.readouterr()
+    assert "precision: fp32 (as the run)" in shown.out
+    assert "records cannot be loaded" in shown.err and "name it with --teacher" in shown.err
 
 
 def test_inspect(case: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

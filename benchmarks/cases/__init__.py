@@ -6,6 +6,7 @@ OPS = (
     "gdn_step",
     "decode_attention",
     "decode_linear",
+    "decode_experts",
     "decode_window",
     "decay_attention",
     "window_attention",

@@ -44,7 +44,8 @@ def _snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many unrelated types
         at = f" at revision {revision!r}" if revision else ""
-        raise UserError(f"cannot get {repo!r}{at} from the hub: {_reason(error)}") from error
+        reason = f"{_reason(error)}; a folder of that name is not here either"
+        raise UserError(f"cannot get {repo!r}{at} from the hub: {reason}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -90,6 +90,8 @@ def resolve(reference: str, *, revision: str | None = None) -> Source:
         if not path.is_file():
             raise UserError(f"there is no GGUF file {reference}")
         return Source(path.stem, "gguf", str(path.resolve()), path.resolve())
+    if path.is_file():
+        raise UserError(f"{reference} is a file, but no .gguf file; give the folder of a model")
     if reference in PACKAGED:
         file, version = find_packaged(reference)
         return Source(reference, "package", PACKAGED[reference].distribution, file, version)

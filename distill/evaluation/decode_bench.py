@@ -38,9 +38,6 @@ class Case:
     steps: int
 
 
-Timed = Callable[[LT2ForCausalLM, Case], float]
-
-
 def bench(
     configs: dict[str, LT2Config],
     contexts: Sequence[int],
@@ -68,7 +65,7 @@ def bench(
     bandwidth = work.copy_bandwidth(device)
     for name, config in configs.items():
         shape = random_model(config, torch.device("meta"), dtype)
-        paths = _paths(config, plain)
+        paths = {"fast": fast_seconds} | ({"plain": plain_seconds} if plain else {})
         model = _in_memory(config, device, dtype, sum(p.nbytes for p in shape.parameters()))
         for case in (Case(batch, context, steps) for batch in batches for context in contexts):
             floor = _floor(shape, case, bandwidth)
@@ -77,14 +74,6 @@ def bench(
                 yield row | floor | _measured(seconds, model, case, floor)
         del model
         _free(device)
-
-
-def _paths(config: LT2Config, plain: bool) -> dict[str, Timed]:
-    """What is timed of a model, by name: a Dreamer has the plain path alone."""
-    if config.dreamer is not None:
-        return {"plain": plain_seconds}
-    paths: dict[str, Timed] = {"fast": fast_seconds}
-    return paths | {"plain": plain_seconds} if plain else paths
 
 
 def fast_seconds(model: LT2ForCausalLM, case: Case) -> float:

@@ -6,14 +6,17 @@ student they start from; AdamW keeps two fp32 values a weight; in bf16, frozen m
 a second time with rounded matrices, and a training student's matrices are cast once a step.
 
 Activations are what autograd keeps, measured on the reference kernels: bytes a token and visit are
-``c * hidden + f * intermediate + m * heads * head_dim``.
+``c * hidden + f * intermediate + m * heads * head_dim``, and what ``masks`` counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ltconvert.convert.inspect import LayerFacts, ModelFacts
 from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.distill.planning.masks import mask_bytes
 from ltconvert.distill.planning.models import Models
 from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.kernels import dispatch
@@ -67,21 +70,12 @@ def stage_memory(
 
     parts |= {
         "loop": lambda: _train(
-            recipe.loop,
-            models,
-            precision,
-            device,
-            before=0,
-            trained=models.origin,
+            recipe.loop, models, precision, device, before=0, trained=models.origin
         ),
-        "align": lambda: _align(recipe.align, models, precision),
+        "align": lambda: _align(recipe.align, models, precision, device),
         "select": lambda: _select(recipe, models, precision, device),
         "logits": lambda: _train(
-            recipe.logits,
-            models,
-            precision,
-            device,
-            before=models.mixer_parameters,
+            recipe.logits, models, precision, device, before=models.mixer_parameters
         ),
         "shrink": lambda: _shrink(recipe, models, precision, device),
         "longctx": lambda: _train(
@@ -110,11 +104,13 @@ def _shrink(recipe: Recipe, models: Models, precision: str, device: str) -> Part
     return max(parts, key=lambda part: sum(part.values()))
 
 
-def _align(settings: AlignSettings, models: Models, precision: str) -> Parts:
+def _align(settings: AlignSettings, models: Models, precision: str, device: str) -> Parts:
     mixers = [layer.aligned_parameters for layer in models.converted]
     at_once = settings.layers_at_once or max(len(mixers), 1)
     active = max((sum(mixers[i : i + at_once]) for i in range(0, len(mixers), at_once)), default=0)
-    tokens = settings.rows_at_once * settings.seq_len_tokens
+    rows, length = settings.rows_at_once, settings.seq_len_tokens
+    layers = (*models.origin.layers, *models.converted)
+    masks = mask_bytes(models.spec, layers, rows, length, precision, device, one_visit=True)
     one_mixer = max(
         (saved_bytes(models.spec, x, precision, mlp=False) for x in models.converted), default=0
     )
@@ -122,7 +118,7 @@ def _align(settings: AlignSettings, models: Models, precision: str) -> Parts:
         "student": models.mixer_parameters * FP32,
         "gradients": active * FP32,
         "optimiser": 2 * active * FP32,
-        "activations": tokens * (one_mixer + _live(models.spec)) + _mask(settings),
+        "activations": rows * length * (one_mixer + _live(models.spec)) + masks,
     }
 
 
@@ -130,7 +126,7 @@ def _select(recipe: Recipe, models: Models, precision: str, device: str) -> Part
     settings = recipe.select
     if settings.method in ("uniform", "list"):
         return {"student": models.mixer_parameters * FP32}
-    forward = forward_select(settings, models, precision)
+    forward = forward_select(settings, models, precision, device)
     if settings.method not in ("kl", "kl-gates"):
         return forward
     from ltconvert.distill.selection.short_training import gate_settings, short_settings
@@ -150,20 +146,24 @@ def _gates(settings: LogitsSettings, models: Models, precision: str, device: str
     ]
     more = max(full) if settings.gradient_checkpointing else sum(full)
     kept = _kept(settings, models.spec, models.linear, precision, device)
+    both = (*models.origin.layers, *models.linear.layers)
+    masks = _masks(settings, models, both, precision, device)
     return {
         "student": models.mixer_parameters * FP32 + _rounded(models.linear, precision),
-        "activations": tokens * (kept + more + _live(models.spec)) + _mask(settings),
+        "activations": tokens * (kept + more + _live(models.spec)) + masks,
         "logits": _chunk(models.spec.vocab_size, tokens, precision, device),
     }
 
 
-def forward_select(settings: SelectSettings, models: Models, precision: str) -> Parts:
+def forward_select(settings: SelectSettings, models: Models, precision: str, device: str) -> Parts:
     """Both models, and the states before each layer of both."""
-    tokens = batch_shape(settings)[0] * settings.seq_len_tokens
+    rows, length = batch_shape(settings)[0], settings.seq_len_tokens
+    layers = (*models.origin.layers, *models.linear.layers)
+    masks = mask_bytes(models.spec, layers, rows, length, precision, device, one_visit=True)
     states = 2 * (models.spec.num_layers + models.spec.num_loops) * models.spec.hidden_size * FP32
     return {
         "student": models.mixer_parameters * FP32 + _rounded(models.linear, precision),
-        "activations": tokens * (states + _live(models.spec)),
+        "activations": rows * length * (states + _live(models.spec)) + masks,
         "logits": _CHUNK_COPIES * CHUNK_BYTES,
     }
 
@@ -192,7 +192,7 @@ def _train(
         "optimiser": 2 * size * FP32,
         "activations": tokens
         * (_kept(settings, models.spec, student, precision, device) + _live(models.spec))
-        + _mask(settings),
+        + _masks(settings, models, student.layers, precision, device),
         "logits": _chunk(models.spec.vocab_size, tokens, precision, device) + head,
     }
 
@@ -277,9 +277,16 @@ def _live(spec: TeacherSpec) -> int:
     return _LIVE_FORWARD * widest * FP32
 
 
-def _mask(settings: AlignSettings | LogitsSettings) -> int:
-    """Packed rows carry a mask [rows, length, length], boolean and as numbers inside SDPA."""
-    return settings.rows_at_once * settings.seq_len_tokens**2 * (1 + FP32)
+def _masks(
+    settings: LogitsSettings,
+    models: Models,
+    layers: Sequence[LayerFacts],
+    precision: str,
+    device: str,
+) -> int:
+    rows, length = settings.rows_at_once, settings.seq_len_tokens
+    one_visit = settings.gradient_checkpointing
+    return mask_bytes(models.spec, layers, rows, length, precision, device, one_visit=one_visit)
 
 
 def _rounded(model: ModelFacts, precision: str) -> int:

@@ -22,7 +22,7 @@ from ltconvert.recipes.student import StudentSettings
 
 @dataclass(frozen=True)
 class PoolFacts:
-    """A Dreamer whose pools hold a share of the teacher's layers."""
+    """A Dreamer whose pools hold a part of the teacher's layers: ``share`` was asked for."""
 
     share: float
     entries: int

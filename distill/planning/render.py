@@ -63,7 +63,7 @@ def _model(model: ModelFacts) -> str:
 def _pools(plan: Plan) -> Table:
     """What each step of the stage `shrink` leaves of a Dreamer."""
     table = Table(title="Pools, as the stage shrink leaves them")
-    table.add_column("share of the layers")
+    table.add_column("asked for")
     columns = (
         "entries",
         "experts",
@@ -75,12 +75,13 @@ def _pools(plan: Plan) -> Table:
     )
     for name in columns:
         table.add_column(name, justify="right")
+    whole = plan.pools[0]
     for pool in plan.pools:
         cost = pool.footprint
         table.add_row(
             f"{pool.share:.0%}",
-            str(pool.entries),
-            str(pool.experts),
+            f"{pool.entries} ({pool.entries / whole.entries:.0%})",
+            f"{pool.experts} ({pool.experts / whole.experts:.0%})",
             str(pool.top_experts),
             *(short_number(x) for x in (cost.parameters, cost.active_parameters, cost.flops)),
             f"{cost.memory_bytes / 1024:,.1f} KiB",

@@ -65,6 +65,25 @@ def _routers_that_do_not_learn(recipe: Recipe) -> list[str]:
     ]
 
 
+def raised_shares(recipe: Recipe, models: Models) -> list[str]:
+    """Steps of `shrink` that leave more than their share, since a token uses so many."""
+    student, layers, found = recipe.student, models.spec.num_layers, []
+    experts = "top_schedule" if student.top_schedule else "top_experts"
+    for pool in models.pools:
+        asked = round(pool.share * layers)
+        parts = (
+            ("entries", pool.entries, 1, student.top_entries, "top_entries"),
+            ("experts", pool.experts, student.slices, pool.top_experts, experts),
+        )
+        found += [
+            f"student.pool_schedule {pool.share:g} leaves {kept} of {layers * slices} {what} "
+            f"({kept / (layers * slices):.0%}), since a token uses {used} (student.{name})"
+            for what, kept, slices, used, name in parts
+            if kept > asked * slices
+        ]
+    return found
+
+
 def check_decoding(recipe: Recipe, models: Models) -> None:
     """Refuse ways of decoding that are to be measured and that the student does not have.
 

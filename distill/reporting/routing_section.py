@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ltconvert.distill.reporting import routing_plots
@@ -62,6 +63,11 @@ def _depths(rows: list[dict[str, float]], trained: int) -> Table:
     return Table(("depths", "KL (nats a token)", "perplexity"), shown, caption)
 
 
+def _nulls(usage: dict[str, Any], depths: int) -> Sequence[float | None]:
+    """What nulls have of each depth's weights; evaluations from before there were any lack it."""
+    return usage.get("null") or [None] * depths
+
+
 def _by_depth(pools: dict[str, dict[str, Any]]) -> Table:
     headers = ["depth"]
     for name in pools:
@@ -76,7 +82,7 @@ def _by_depth(pools: dict[str, dict[str, Any]]) -> Table:
                 for cell in (
                     str(usage["distinct"][depth]),
                     number(usage["effective"][depth], digits=1),
-                    percent(usage["null"][depth]),
+                    percent(_nulls(usage, depths)[depth]),
                 )
             ),
         ]

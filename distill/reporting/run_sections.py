@@ -40,7 +40,7 @@ def stages(run: RunFolder) -> Section:
 def _pools(steps: list[dict[str, Any]]) -> Table:
     """A Dreamer after each step of the stage `shrink`."""
     headers = (
-        "share of the layers",
+        "asked for",
         "entries",
         "experts",
         "used at a depth",
@@ -50,12 +50,19 @@ def _pools(steps: list[dict[str, Any]]) -> Table:
     rows = [
         [
             percent(step["share"]),
-            *(count(step[name]) for name in ("entries", "experts", "top_experts", "parameters")),
+            *(_with_share(step, name) for name in ("entries", "experts")),
+            *(count(step.get(name)) for name in ("top_experts", "parameters")),
             number(step.get("kl"), digits=4),
         ]
         for step in steps
     ]
-    return Table(headers, rows, "Pools after each step of the stage shrink.")
+    return Table(headers, rows, "Pools after each step of the stage shrink, shares of the layers.")
+
+
+def _with_share(step: dict[str, Any], name: str) -> str:
+    """So many of a pool, and of what the teacher had; older runs have not noted the share."""
+    share = step.get(f"{name}_share")
+    return count(step.get(name)) + ("" if share is None else f" ({percent(share)})")
 
 
 def _stage_row(stage: dict[str, Any]) -> list[str]:
@@ -76,7 +83,7 @@ def _rises(scored: list[dict[str, Any]]) -> list[str]:
     """A sentence for every stage that took the student further from its teacher."""
     return [
         f"After {stage['stage']} the KL is above that after {before['stage']} "
-        f"({stage['scores']['kl']:.4f} against {before['scores']['kl']:.4f})."
+        f"({stage['scores']['kl']:z.4f} against {before['scores']['kl']:z.4f})."
         for before, stage in itertools.pairwise(scored)
         if rises(before["scores"]["kl"], stage["scores"]["kl"])
     ]

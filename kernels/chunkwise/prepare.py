@@ -94,9 +94,9 @@ def prepare_kernel(
     T, H, K, V, N,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
     LEVELS: tl.constexpr, DELTA: tl.constexpr, PER_CHANNEL: tl.constexpr, SEGMENTS: tl.constexpr,
-    L2NORM: tl.constexpr, PRECISION: tl.constexpr,
+    L2NORM: tl.constexpr, PRECISION: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
-    """One chunk: G, 1 / |k|, and for the delta rule R, U and W."""
+    """One chunk: G, and for the delta rule 1 / |k| and R, read where they are KNOWN, U and W."""
     pid = tl.program_id(0).to(tl.int64)
     chunk, bh = pid % N, pid // N
     b, h = bh // H, bh % H
@@ -109,23 +109,29 @@ def prepare_kernel(
     dtype = k_ptr.dtype.element_ty
     tl.debug_barrier()  # the sums are read back below, by other threads
     if DELTA:
-        products, squares = key_products(
-            k_ptr, k_ptr, k_stride_t, k_stride_t, sum_ptr, rows, K,
-            C, BK, KP, LEVELS, PER_CHANNEL, False, PRECISION,
-        )  # fmt: skip
-        k_factor = tl.full([C], 1.0, tl.float32)
-        if L2NORM:
-            k_factor = tl.rsqrt(squares + NORM_EPS)
-            tl.store(k_factor_ptr + pid * C + i, k_factor)
         beta = tl.load(beta_ptr + (b * T + start + i) * H + h, mask=i < rows, other=0.0)
-        decay = between(sum_ptr, counts_ptr, b, chunk, T, C, PER_CHANNEL, SEGMENTS)
-        a = products * decay * (beta * k_factor)[:, None] * k_factor[None, :]
-        a = tl.where(i[:, None] > i[None, :], a, 0.0)
-        # With unit keys and beta in [0, 2] no entry of the inverse is above 2: it holds products of
-        # I - beta k k^T, whose norms are at most 1.
-        bounded: tl.constexpr = L2NORM and dtype != tl.float32
-        inverse = invert(a, C, LEVELS, PRECISION, bounded)
-        save(inverse_ptr + pid * C * C, inverse, i, i, C, C, C)
+        at = inverse_ptr + (pid * C + i[:, None]) * C + i[None, :]
+        k_factor = tl.full([C], 1.0, tl.float32)
+        if KNOWN:
+            inverse = tl.load(at).to(tl.float32)
+            if L2NORM:
+                k_factor = tl.load(k_factor_ptr + pid * C + i)
+        else:
+            products, squares = key_products(
+                k_ptr, k_ptr, k_stride_t, k_stride_t, sum_ptr, rows, K,
+                C, BK, KP, LEVELS, PER_CHANNEL, False, PRECISION,
+            )  # fmt: skip
+            if L2NORM:
+                k_factor = tl.rsqrt(squares + NORM_EPS)
+                tl.store(k_factor_ptr + pid * C + i, k_factor)
+            decay = between(sum_ptr, counts_ptr, b, chunk, T, C, PER_CHANNEL, SEGMENTS)
+            a = products * decay * (beta * k_factor)[:, None] * k_factor[None, :]
+            a = tl.where(i[:, None] > i[None, :], a, 0.0)
+            # With unit keys and beta in [0, 2] no entry of the inverse is above 2: it holds
+            # products of I - beta k k^T, whose norms are at most 1.
+            bounded: tl.constexpr = L2NORM and dtype != tl.float32
+            inverse = invert(a, C, LEVELS, PRECISION, bounded)
+            tl.store(at, inverse.to(dtype))
         into, _, _ = head_decays(sum_ptr, counts_ptr, b, chunk, T, C, PER_CHANNEL, SEGMENTS)
         # Row factors go onto R's columns in fp32: the tiles stay as they are, rounded once.
         r_v = (inverse * beta[None, :]).to(dtype)

@@ -64,70 +64,88 @@ class Inputs(NamedTuple):
         }
 
 
+class Kept(NamedTuple):
+    """What a backward pass takes from the forward one; empty where there is none.
+
+    Inverting is most of the first kernel's time and its result a fraction of the inputs' size; all
+    else is cheap or large, and computed again.
+    """
+
+    inverse: Tensor
+    k_factor: Tensor
+
+    @classmethod
+    def of(cls, x: Inputs) -> Kept:
+        """Room for it."""
+        cells = x.shape.cells
+        square = (cells, CHUNK_TOKENS, CHUNK_TOKENS) if x.beta is not None else (0,)
+        row = (cells, CHUNK_TOKENS) if x.beta is not None and x.l2norm else (0,)
+        return cls(x.q.new_empty(square), x.q.new_empty(row, dtype=torch.float32))
+
+
 class States(NamedTuple):
     """What `_states` leaves for outputs and gradients; [B * H * chunks, ...], filled up."""
 
     sums: Tensor
-    k_factor: Tensor | None
-    inverse: Tensor | None
     u: Tensor | None
     w: Tensor | None
     state: Tensor
     final: Tensor
 
 
-def _states(x: Inputs) -> States:
-    """The first two kernels: everything up to each chunk's incoming state."""
+def _states(x: Inputs, kept: Kept, *, known: bool) -> States:
+    """The first two kernels: everything up to each chunk's incoming state.
+
+    Args:
+        known: ``kept`` holds what it is for; else it is written here.
+    """
     s = x.shape
     cells = s.cells
-    k_factor = inverse = u = w = None
+    u = w = None
     size = (cells, CHUNK_TOKENS, s.key_padded) if x.per_channel else (cells, CHUNK_TOKENS)
     fast = x.per_channel and x.q.dtype != torch.float32
     sums = x.q.new_empty(size, dtype=torch.float32 if fast else torch.float64)
     if x.beta is not None:
-        inverse = x.q.new_empty((cells, CHUNK_TOKENS, CHUNK_TOKENS))
         u = x.q.new_empty((cells, CHUNK_TOKENS, s.value_padded))
         w = x.q.new_empty((cells, CHUNK_TOKENS, s.key_padded))
-        if x.l2norm:
-            k_factor = x.q.new_empty((cells, CHUNK_TOKENS), dtype=torch.float32)
     prepare_kernel[(cells,)](
-        x.k, x.v, x.beta, x.decay, x.counts, sums, k_factor, inverse, u, w,
+        x.k, x.v, x.beta, x.decay, x.counts, sums, kept.k_factor, kept.inverse, u, w,
         *x.k.stride()[:3], *x.v.stride()[:3],
-        *s.sizes, **s.blocks, **x.flags, **s.precision, num_warps=4,
+        *s.sizes, **s.blocks, **x.flags, **s.precision, KNOWN=known, num_warps=4,
     )  # fmt: skip
     state = x.q.new_empty((cells, s.key_padded, s.value_padded))
     final = x.q.new_empty((s.batch, s.heads, s.key_width, s.value_width), dtype=torch.float32)
     scan_kernel[(s.scan_programs,)](
-        x.k, x.v, x.counts, sums, k_factor, u, w, x.initial, final, state,
+        x.k, x.v, x.counts, sums, kept.k_factor, u, w, x.initial, final, state,
         *x.k.stride()[:3], *x.v.stride()[:3],
         *s.sizes, **s.scan_blocks, **x.flags, **s.precision, INITIAL=x.initial is not None,
         **s.scan_launch,
     )  # fmt: skip
-    return States(sums, k_factor, inverse, u, w, state, final)
+    return States(sums, u, w, state, final)
 
 
-def forward(x: Inputs) -> tuple[Tensor, Tensor]:
-    """(outputs [B, T, H, V], final state [B, H, K, V] fp32)."""
-    s = x.shape
+def forward(x: Inputs) -> tuple[Tensor, Tensor, Kept]:
+    """(outputs [B, T, H, V], final state [B, H, K, V] fp32, what `backward` needs of it)."""
+    s, kept = x.shape, Kept.of(x)
     with torch.cuda.device_of(x.q):
-        y = _states(x)
+        y = _states(x, kept, known=False)
         o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
         blocks = s.blocks | {"BV": s.value_block}
         output_kernel[(s.cells * (s.value_padded // blocks["BV"]),)](
-            x.q, x.k, x.v, x.counts, y.sums, y.k_factor, y.u, y.state, o,
+            x.q, x.k, x.v, x.counts, y.sums, kept.k_factor, y.u, y.state, o,
             *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3],
             *s.sizes, x.scale, **blocks, **x.flags, **s.precision, num_warps=4,
         )  # fmt: skip
-    return o, y.final
+    return o, y.final, kept
 
 
-def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+def backward(x: Inputs, kept: Kept, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, beta (None without one), decay and the initial state."""
     s = x.shape
     do, dfinal = (_aligned(t.contiguous()) for t in (do, dfinal))
     cells = s.cells
     with torch.cuda.device_of(x.q):
-        y = _states(x)
+        y = _states(x, kept, known=True)
         q_factor = x.q.new_empty((cells, CHUNK_TOKENS), dtype=torch.float32) if x.l2norm else None
         du = x.q.new_empty((cells, CHUNK_TOKENS, s.value_padded))
         dp = x.q.new_empty((cells, CHUNK_TOKENS, CHUNK_TOKENS))
@@ -137,7 +155,7 @@ def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]
         dbeta = None if x.beta is None else torch.empty_like(x.beta)
         ddecay = torch.empty_like(x.decay)
         read_gradient_kernel[(cells,)](
-            x.q, x.k, x.v, do, x.counts, y.sums, q_factor, y.k_factor, y.u, y.state,
+            x.q, x.k, x.v, do, x.counts, y.sums, q_factor, kept.k_factor, y.u, y.state,
             du, dp, dq, ddecay,
             *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *s.sizes, x.scale,
             **s.blocks, **x.flags, **s.precision, num_warps=4,
@@ -145,14 +163,14 @@ def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]
         dstate = torch.empty_like(y.state)
         dinitial = torch.empty_like(y.final)
         reverse_scan_kernel[(s.scan_programs,)](
-            x.q, x.k, do, x.counts, y.sums, q_factor, y.k_factor, y.w, du,
+            x.q, x.k, do, x.counts, y.sums, q_factor, kept.k_factor, y.w, du,
             dfinal, dinitial, dstate,
             *x.q.stride()[:3], *x.k.stride()[:3], *s.sizes, x.scale,
             **s.scan_blocks, **x.flags, **s.precision, **s.reverse_launch,
         )  # fmt: skip
         write_gradient_kernel[(cells,)](
-            x.q, x.k, x.v, x.beta, x.counts, y.sums, y.k_factor,
-            y.inverse, y.u, du, dp, y.state, dstate, dk, dv, dbeta, ddecay,
+            x.q, x.k, x.v, x.beta, x.counts, y.sums, kept.k_factor,
+            kept.inverse, y.u, du, dp, y.state, dstate, dk, dv, dbeta, ddecay,
             *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3], *s.sizes,
             **s.write_launch, **x.flags, **s.precision,
         )  # fmt: skip
@@ -163,33 +181,38 @@ def backward(x: Inputs, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]
 def _chunkwise(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor,
     initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = (_aligned(t) for t in (q, k, v))
-    return forward(Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm))
+    o, final, kept = forward(Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm))
+    return o, final, *kept
 
 
 @_chunkwise.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     batch, _, heads, width = q.shape
     final = q.new_empty((batch, heads, width, v.shape[-1]), dtype=torch.float32)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), final
+    kept = Kept.of(Inputs(q, k, v, beta, decay, *rest))
+    return torch.empty_like(v, memory_format=torch.contiguous_format), final, *kept
 
 
 @torch.library.custom_op("ltconvert::chunkwise_backward", mutates_args=())
 def _chunkwise_backward(
-    do: Tensor, dfinal: Tensor,
+    do: Tensor, dfinal: Tensor, inverse: Tensor, k_factor: Tensor,
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor,
     initial: Tensor | None, counts: Tensor | None, scale: float, l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = (_aligned(t) for t in (q, k, v))
-    grads = backward(Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm), do, dfinal)
+    x = Inputs(q, k, v, beta, decay, initial, counts, scale, l2norm)
+    grads = backward(x, Kept(inverse, k_factor), do, dfinal)
     # An op's results are tensors: empty ones stand for gradients that nobody asks for.
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
 @_chunkwise_backward.register_fake
 def _(
-    do: Tensor, dfinal: Tensor,
+    do: Tensor, dfinal: Tensor, inverse: Tensor, k_factor: Tensor,
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
@@ -202,14 +225,23 @@ def _(
     )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.scale, ctx.l2norm = inputs
-    ctx.save_for_backward(*tensors)
+    o, final, *kept = output
+    ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)  # no zeros for what is kept
+    ctx.like = o.shape, final.shape
+    ctx.save_for_backward(*kept, *tensors)
 
 
-def _differentiate(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    grads = _chunkwise_backward(do, dfinal, *tensors, ctx.scale, ctx.l2norm)
+def _differentiate(
+    ctx: Any, do: Tensor | None, dfinal: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    inverse, k_factor, *tensors = ctx.saved_tensors
+    v = tensors[2]
+    do = v.new_zeros(ctx.like[0]) if do is None else do
+    dfinal = v.new_zeros(ctx.like[1], dtype=torch.float32) if dfinal is None else dfinal
+    grads = _chunkwise_backward(do, dfinal, inverse, k_factor, *tensors, ctx.scale, ctx.l2norm)
     grads = [g if t is not None else None for g, t in zip(grads, tensors, strict=False)]
     return (*grads, None, None, None)
 
@@ -239,7 +271,7 @@ def linear_attention(
     if initial is not None:
         initial = _filled(_filled(initial.float()).mT).mT.contiguous()
     counts = None if counts_BT is None else counts_BT.to(torch.int32).contiguous()
-    o, final = _chunkwise(q, k, v, beta, decay, initial, counts, scale, l2norm_qk)
+    o, final, *_ = _chunkwise(q, k, v, beta, decay, initial, counts, scale, l2norm_qk)
     return o[..., :value_width].to(v_BTHV.dtype), final[..., :key_width, :value_width]
 
 

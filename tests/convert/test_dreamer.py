@@ -430,5 +430,5 @@ def test_what_it_has_not_is_refused_in_one_line() -> None:
     model, ids = tiny_model(tiny_spec("ouro"), dreamer=dreamer_options()), tokens(1, 4)
     with pytest.raises(ValueError, match="a Dreamer runs all depths; leave it out"):
         model(ids, exit_threshold=0.5)
-    with pytest.raises(ValueError, match=r"a Dreamer has no one-token step; use .* generate"):
-        Decoder(model, 1, 8)
+    with pytest.raises(ValueError, match="a Dreamer runs all depths; leave it out"):
+        Decoder(model, 1, 8, exit_threshold=0.5)

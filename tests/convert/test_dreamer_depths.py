@@ -57,9 +57,9 @@ def test_more_depths_repeat_the_last_one() -> None:
         # By hand: the layer as at its third depth, on its own output.
         set_depths(student, None)
         context = inner.context(hidden[2])
-        visit = DreamerPass.of(inner.dreamer).visit(inner.schedule[2])
-        h = inner.dreamer(hidden[2], visit, context)[0]
-        h = inner.dreamer(h, visit, context)[0]
+        visit = DreamerPass.of(inner.dreamer).visit(inner.schedule[2], context)
+        h = inner.dreamer(hidden[2], visit)[0]
+        h = inner.dreamer(h, visit)[0]
     torch.testing.assert_close(found, inner.norm(h))
 
 

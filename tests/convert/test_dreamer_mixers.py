@@ -96,8 +96,10 @@ def test_a_depth_whose_tokens_agree_is_a_mixer_of_mean_matrices(kind: str, famil
         missing, unexpected = mixer.load_state_dict(own, strict=False)
         assert not missing
         assert all(name.endswith("bias") for name in unexpected)  # zeros of those without
-        mixture = layer._mixture(routes, layer.attention_router, DreamerPass.of(layer).visit(step))
-        found = pool(x_BTC, mixture, context, None, Depth(step.layer, None, None))
+        visit = DreamerPass.of(layer).visit(step, context)
+        mixture = visit.mixture(routes, layer.attention_router)
+        at = Depth(step.layer, None, None)
+        found = pool(x_BTC, mixture, lambda projected: visit.heads(pool, projected, at))
         torch.testing.assert_close(found, mixer(x_BTC, context), atol=1e-6, rtol=1e-6)
 
 

@@ -110,7 +110,7 @@ def test_last_words_are_held_out_text() -> None:
 
     held = " ".join(" ".join(texts(DataSettings(), "heldout")).split())
     found = documents.last_word()["test"]
-    assert len(found) > 50
+    assert len(found) > 30  # Python's own documentation: 69 in 3.11, 41 in 3.13
     for document in found:
         assert f"{document['context'].split('.')[-1]} {document['answer']}." in held
 

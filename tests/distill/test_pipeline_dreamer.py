@@ -173,14 +173,14 @@ def test_the_report_names_pools_in_place_of_layers(tmp_path: Path) -> None:
     assert wanted in summary(run)[0] and wanted in layers(run).text[0]
 
 
-def test_its_decoding_is_timed_released_and_without_the_fast_decoder() -> None:
+def test_its_decoding_is_timed_released() -> None:
     _, student = dreamer(tiny_spec())
     configs = {"teacher": LT2Config.from_spec(tiny_spec()), "student": student.config}
     cpu = {"device": torch.device("cpu"), "dtype": torch.float32, "steps": 1}
     rows = list(bench(configs, [8], [1], **cpu))
     assert [(row["model"], row["path"]) for row in rows] == [
         ("teacher", "fast"),
-        ("student", "plain"),
+        ("student", "fast"),
     ]
     assert all(row["ms_per_step"] > 0 for row in rows)
     random = random_model(student.config, torch.device("cpu"), torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,25 @@ def test_pools_shrink_and_what_is_left_learns(
     )
     build_report(tmp_path / "out")
     report = (tmp_path / "out/report.md").read_text()
-    assert "| 34.0 % | 1 | 2 | 2 |" in report and "shrink to 0.34" in report
+    assert "| 34.0 % | 1 (33.3 %) | 2 (33.3 %) | 2 |" in report and "shrink 3 of 3" in report
     assert "## Routing" in report and "| attention | 1 | 0 |" in report
+    _forget(tmp_path / "out", {"top_experts", "entries_share", "experts_share", "null"})
+    build_report(tmp_path / "out")  # of a run from before these were noted
+    assert "| 34.0 % | 1 | 2 | - |" in (tmp_path / "out/report.md").read_text()
     loaded = load_student(result.student_dir)
     assert loaded.config.dreamer["experts"] == 2
     assert sum(p.numel() for p in loaded.parameters()) == sizes[-1]
     assert not (tmp_path / "out/stages/logits/student").exists()
+
+
+def _forget(run_dir: Path, names: set[str]) -> None:
+    """Take values out of a run's records."""
+
+    def forget(record: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in record.items() if name not in names}
+
+    for path in (run_dir / "stages/shrink/stage.json", run_dir / "evaluation.json"):
+        path.write_text(json.dumps(json.loads(path.read_text(), object_hook=forget)))
 
 
 def test_a_run_killed_between_steps_goes_on(
@@ -79,11 +93,11 @@ def test_a_run_killed_between_steps_goes_on(
 
     cuts = []
 
-    def killed(*given: Any) -> None:
+    def killed(*given: Any) -> float:
         cuts.append(given[1])
         if len(cuts) == 3:
             raise KeyboardInterrupt
-        once(*given)
+        return once(*given)
 
     once = shrink.cut_to
     with monkeypatch.context() as patch:
@@ -93,6 +107,54 @@ def test_a_run_killed_between_steps_goes_on(
     again = convert(teacher, case, tmp_path / "killed", student=STUDENT)
     for name, value in whole.student.state_dict().items():
         assert torch.equal(again.student.state_dict()[name], value), name
+
+
+def test_a_run_killed_while_it_judges_goes_on_and_counts_the_time(
+    case: Path, teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass without an entry is made once, and the clock knows of those before the kill."""
+    from ltconvert.distill import pool_worth
+    from ltconvert.distill.selection.probe import Stopwatch
+
+    student = STUDENT | {"pool_schedule": [0.67], "top_schedule": []}
+    passes: list[int] = []
+    judge = pool_worth.pool_damage
+
+    def counted(*given: Any, done: Any, kill: int = 99, **options: Any) -> Any:
+        def note(found: Any) -> None:
+            done(found)
+            passes.append(found.passes)
+            if len(passes) == kill:
+                raise KeyboardInterrupt
+
+        return judge(*given, done=note, **options)
+
+    whole = convert(teacher, case, tmp_path / "whole", student=student)
+    monkeypatch.setattr(pool_worth, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(Stopwatch, "seconds", property(lambda watch: watch.earlier + 1000.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_worth, "pool_damage", partial(counted, kill=5))
+        with pytest.raises(KeyboardInterrupt, match="goes on from there"):
+            convert(teacher, case, tmp_path / "killed", student=student)
+    partial_file = tmp_path / "killed/stages/shrink/step-0" / pool_worth.PARTIAL_FILE
+    assert json.loads(partial_file.read_text())["state"]["experts"]["passes"] == 2
+    monkeypatch.setattr(pool_worth, "pool_damage", counted)
+    again = convert(teacher, case, tmp_path / "killed", student=student)
+    assert passes == [1, 2, 3, 1, 2, 3, 4, 5, 6]
+    assert not partial_file.exists()
+    for name, value in whole.student.state_dict().items():
+        assert torch.equal(again.student.state_dict()[name], value), name
+    (minutes,) = (row["minutes"] for row in again.rows if row["stage"] == "shrink")
+    assert minutes > 2000 / 60
+
+
+def test_shares_below_what_a_token_uses_say_what_is_kept(
+    case: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    student = STUDENT | {"top_entries": 2, "pool_schedule": [0.34], "top_schedule": [4]}
+    convert(teacher, case, tmp_path / "out", student=student)
+    (step,) = json.loads((tmp_path / "out/stages/shrink/stage.json").read_text())["facts"]["pools"]
+    assert step["share"] == 0.34 and step["entries_share"] == step["experts_share"] == 2 / 3
 
 
 def test_sizes_of_pools() -> None:

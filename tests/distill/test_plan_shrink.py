@@ -48,7 +48,18 @@ def test_every_step_has_a_row_with_the_parameters_of_its_model() -> None:
     assert same == [same[0]] * 3  # as many visits, each with a cache of its own
     page = io.StringIO()
     Console(file=page, width=160).print(render_plan(made))
-    assert "34%" in page.getvalue()
+    assert "34%" in page.getvalue() and "1 (33%)" in page.getvalue()
+
+
+def test_shares_below_what_a_token_uses_are_noted() -> None:
+    assert not any("pool_schedule" in note for note in make().notes)
+    made = make(top_entries=2, top_experts=3, pool_schedule=[0.67, 0.34])
+    assert [note for note in made.notes if "pool_schedule" in note] == [
+        "student.pool_schedule 0.34 leaves 2 of 3 entries (67%), since a token uses 2 "
+        "(student.top_entries)",
+        "student.pool_schedule 0.34 leaves 4 of 6 experts (67%), since a token uses 3 "
+        "(student.top_experts)",
+    ]
 
 
 def test_fewer_experts_a_token_are_fewer_parameters_that_it_meets() -> None:

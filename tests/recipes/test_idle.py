@@ -83,7 +83,12 @@ def test_no_shipped_recipe_has_an_idle_setting(name: str) -> None:
         ("baseline-uniform25", "select.direction=both", "it needs select.method kl-fast"),
         ("hybrid25", "data.hub_split=test", "it needs a hub id as data.source"),
         ("window", "align.lr=1e-4", None),  # the stage is disabled, and that was said
-        ("hybrid25", "student.slices=1", None),  # the default
+        ("hybrid25", "student.slices=1", "it needs student.kind=dreamer"),  # the default, asked for
+        ("dreamer", "student.full_layers=0.25", "it needs student.kind=lt2: a Dreamer has one lay"),
+        ("dreamer", "student.full_layers=8", "it needs student.kind=lt2: a Dreamer has one layer"),
+        ("dreamer", "student.sdpa_gate=false", "it needs student.kind=lt2 and full layers"),
+        ("dreamer", "align.lr=1e-4", "it needs student.kind=lt2 and a student.mixer that stands"),
+        ("dreamer-half", "shrink.usage_tokens=64", "student.pool_rank=use or student.pool_cut=me"),
         ("hybrid25", "shrink.lr=1e-5", None),  # what a budget says
     ],
 )
@@ -118,6 +123,15 @@ def test_a_dreamer_is_not_told_to_change_its_mixer_alone() -> None:
     recipe = recipes.resolve("dreamer", overrides=["student.window_tokens=64"])
     (found,) = idle_settings(recipe)
     assert "it needs student.kind=lt2 and one of these as student.mixer" in found
+
+
+def test_a_recipe_that_spells_out_every_setting_asks_for_none(tmp_path: Path) -> None:
+    """As `recipes show` prints it, for a person to change a line of."""
+    path = tmp_path / "mine.yaml"
+    shown = recipes.dump(recipes.resolve("dreamer"))
+    path.write_text(shown.replace("window_tokens: 128", "window_tokens: 64"), encoding="utf-8")
+    (found,) = idle_settings(recipes.resolve(str(path)))
+    assert found.startswith("student.window_tokens 64 does nothing here")
 
 
 def test_of_an_unknown_teacher_nothing_is_said() -> None:

@@ -133,7 +133,14 @@ def test_values_from_the_command_line(text: str, section: str, key: str, value: 
         ("logits.temperature=-1", "logits.temperature: input should be greater than 0 (got -1)"),
         ("logits=3", "logits is a section"),
         ("logits.temperature", "expected section.key=value"),
-        ("a.b.c=1", "unknown key a"),
+        ("a.b.c=1", "unknown key a; sections are student, data, loop"),
+        ("logits.temperature.x=2", "logits.temperature takes a value, and has no keys such as 'x'"),
+        ("name.x=2", "name takes a value"),
+        ("select.lr=2", "unknown key select.lr; lr is a setting of loop, align, logits, shrink"),
+        ("student.window=2", "did you mean student.window_tokens?"),
+        ("logits.budget=2", "did you mean logits.budget_tokens?"),
+        ("logits.steps=9", "unknown key logits.steps; `ltconvert recipes show` lists all keys"),
+        ("data.path=x", "unknown key data.path; data has source, text_field"),
         ("student.full_layers=1.5", "student.full_layers: expected a share in [0, 1]"),
         ("student.full_layers=0,0", "student.full_layers: a list of layers names each once"),
         (
@@ -169,6 +176,11 @@ def test_mistakes_on_the_command_line(override: str, expected: str) -> None:
         ("align:\n", "align is a section"),
         ("- a\n", "expected `key: value` lines, got list"),
         ("a: [", "not valid YAML"),
+        ("logits: {lr: 1.0e-4}\nseed: 1\nlogits: {}\n", "logits stands there more than once"),
+        (
+            "student: {full_layers: 0.5, mixer: gdn, full_layers: 1}",
+            "full_layers stands there more",
+        ),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, text: str, expected: str) -> None:
@@ -178,6 +190,28 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in str(caught.value)
     assert path in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_all_mistakes_in_a_file_are_told_at_once(tmp_path: Path) -> None:
+    text = """
+        student: {mixer: gdm, full_layer: 0.5, window_tokens: 2048}
+        logits: {lr: fast, temperature: {at: 2}}
+        aling: {lr: 1}
+        eval: 7
+    """
+    path = write(tmp_path, text)
+    with pytest.raises(UserError) as caught:
+        recipes.resolve(path, budget="demo")
+    told = [line.removeprefix(f"recipe {path}: ") for line in str(caught.value).splitlines()]
+    assert told[:4] == [
+        "unknown key student.full_layer; did you mean student.full_layers?",
+        "logits.temperature takes a value, and has no keys such as 'at'",
+        "unknown key aling; did you mean align.lr?",
+        "eval is a section and needs keys, got 7",
+    ]
+    # Not that rows are no longer than the window, which may be the misspelt keys' doing.
+    assert len(told) == 6 and told[4].startswith("student.mixer: input should be 'gdn'")
+    assert told[5].startswith("logits.lr: input should be a valid number")
 
 
 @pytest.mark.parametrize(

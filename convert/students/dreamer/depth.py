@@ -71,10 +71,10 @@ class DepthAttention(nn.Module):
     def placed(self, projection: nn.Module, x_BTC: Tensor, depth: int) -> Tensor:
         """Queries or keys at their depth."""
         x_BTHD = self._heads(projection, x_BTC)
-        cos, sin = (table[depth : depth + 1][None] for table in self._tables(x_BTC.device))
+        cos, sin = (table[depth : depth + 1][None] for table in self.tables(x_BTC.device))
         return apply_rope(x_BTHD.transpose(1, 2), cos, sin).transpose(1, 2)
 
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin [depths, D], made once a device: copies to a GPU make the host wait."""
         if device not in self._by_device:
             with torch.inference_mode(False):

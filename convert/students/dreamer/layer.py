@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ltconvert.convert.mixers import SequenceContext
 from ltconvert.convert.mixers.linear import LinearMixer
-from ltconvert.convert.students.dreamer import grouped
 from ltconvert.convert.students.dreamer.banks import Stacks, stacks_of
 from ltconvert.convert.students.dreamer.config import DreamerConfig
-from ltconvert.convert.students.dreamer.depth import DepthAttention, Slot
+from ltconvert.convert.students.dreamer.depth import DepthAttention
 from ltconvert.convert.students.dreamer.pools import (
     Depth,
     ExpertPool,
@@ -28,38 +28,10 @@ from ltconvert.convert.students.dreamer.pools import (
 )
 from ltconvert.convert.students.dreamer.recurrent import sequence_pool
 from ltconvert.convert.students.dreamer.router import Router, Routes
-from ltconvert.convert.students.dreamer.rows import ChosenRows, Mixture, OwnRows
+from ltconvert.convert.students.dreamer.visit import Left, PassVisit, Visit
 from ltconvert.convert.students.loop import Step
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.kernels.depth_attention import DepthSlots, new_slots, write_slot
-
-
-@dataclass(frozen=True)
-class Visit:
-    """What the layer sees of the pass at one depth.
-
-    Attributes:
-        layer: of the teacher, whose place this depth takes.
-        forced, learned: whether the layer's own experts count, and those that tokens choose.
-        release: share of the latter, on the device.
-        slots: keys and values of earlier depths; None at the first, and without depth attention.
-    """
-
-    depth: int
-    layer: int
-    forced: bool
-    learned: bool
-    release: Tensor
-    stacks: Stacks
-    slots: DepthSlots | None
-
-
-class Left(NamedTuple):
-    """What a visit leaves: routes of both pools (None where all is forced), a depth slot."""
-
-    entries: Routes | None
-    experts: Routes | None
-    slot: Slot | None
 
 
 class DreamerLayer(nn.Module):
@@ -139,25 +111,20 @@ class DreamerLayer(nn.Module):
             self._known = self.release, _version(self.release), share
         return share
 
-    def forward(
-        self, h_BTC: Tensor, visit: Visit, context: SequenceContext, cache_layer: Any = None
-    ) -> tuple[Tensor, Left]:
+    def forward(self, h_BTC: Tensor, visit: Visit) -> tuple[Tensor, Left]:
         """h [B, T, C] at one depth -> (h, what the visit leaves)."""
-        seen, slot = None, None
+        after_BTC, slot = h_BTC, None
         if self.depth is not None:
-            seen, slot = self.depth(h_BTC, visit.depth, visit.slots)
-        if seen is not None and not self.config.parallel:
-            h_BTC = h_BTC + seen
-        x_BTC, router = self._normed(h_BTC), self.attention_router
-        entries = router(x_BTC.flatten(0, 1), visit.depth) if visit.learned else None
-        mixture = self._mixture(entries, router, visit)
-        y_BTC = self.attention(
-            self._read(h_BTC, x_BTC), mixture, context, cache_layer,
-            Depth(visit.layer, self.ropes[visit.depth], self.windows[visit.depth]),
-        )  # fmt: skip
-        if seen is not None and self.config.parallel:
-            h_BTC = h_BTC + seen
-        h_BTC = self.attention.joined(h_BTC, y_BTC, mixture)
+            after_BTC, slot = visit.look_back(self.depth, h_BTC)
+        if not self.config.parallel:
+            h_BTC = after_BTC
+        router = self.attention_router
+        x_BTC, entries = self._routed(h_BTC, router, visit, visit.learned)
+        mixture = visit.mixture(entries, router)
+        at = Depth(visit.layer, self.ropes[visit.depth], self.windows[visit.depth])
+        heads = partial(visit.heads, self.attention, at=at)
+        y_BTC = self.attention(self._read(h_BTC, x_BTC), mixture, heads)
+        h_BTC = self.attention.joined(after_BTC, y_BTC, mixture)
         h_BTC, experts = self._with_experts(h_BTC, visit)
         if self.normed_share is not None:
             share = self.normed_share[visit.depth].to(h_BTC.dtype)
@@ -166,18 +133,25 @@ class DreamerLayer(nn.Module):
 
     def _with_experts(self, h_BTC: Tensor, visit: Visit) -> tuple[Tensor, Routes | None]:
         """The stream with what the experts add, the shared one among them, and what was chosen."""
-        x_BTC, router = self._normed(h_BTC), self.expert_router
-        x_NC, routes = x_BTC.flatten(0, 1), None
-        if visit.learned or self.shared is not None:
-            routes = router(x_NC, visit.depth)
-        mixture = self._mixture(routes, router, visit)
+        router = self.expert_router
+        needed = visit.learned or self.shared is not None
+        x_BTC, routes = self._routed(h_BTC, router, visit, needed)
+        mixture = visit.mixture(routes, router)
         y_BTC = self.experts(self._read(h_BTC, x_BTC), mixture)
         if self.shared is not None:
             assert routes is not None
-            shared_NC = routes.top_N[:, None].to(y_BTC.dtype) * self.shared(x_NC)
+            shared_NC = visit.share(self.shared, x_BTC.flatten(0, 1), routes.top_N)
             h_BTC = h_BTC + shared_NC.view_as(h_BTC)
         h_BTC = self.experts.joined(h_BTC, y_BTC, mixture)
         return h_BTC, routes if visit.learned else None
+
+    def _routed(
+        self, h_BTC: Tensor, router: Router, visit: Visit, needed: bool
+    ) -> tuple[Tensor, Routes | None]:
+        """The normed stream, and what tokens choose where that is needed."""
+        if not needed:
+            return self._normed(h_BTC), None
+        return visit.route(router, h_BTC, self.spec.rms_norm_eps)
 
     def _normed(self, h_BTC: Tensor) -> Tensor:
         return unit_rms(h_BTC, self.spec.rms_norm_eps)
@@ -186,23 +160,22 @@ class DreamerLayer(nn.Module):
         """What branches read: the normed stream, where the family has norms before them."""
         return h_BTC if self.spec.norm_layout == "post" else x_BTC
 
-    def _mixture(self, routes: Routes | None, router: Router, visit: Visit) -> Mixture:
-        """The experts that count at a visit."""
-        own, chosen = None, None
-        if visit.forced:
-            own = OwnRows(visit.layer, router.slices, visit.stacks)
-        if visit.learned:
-            assert routes is not None
-            grouping = grouped.group(routes.chosen_NK, router.experts)
-            chosen = ChosenRows(
-                routes.chosen_NK, routes.weights_NK, grouping, visit.stacks, router.nulls
-            )
-        return Mixture(own, chosen, visit.release)
-
 
 def _version(tensor: Tensor) -> int:
     """Grows when a tensor is written to; tensors made in inference mode do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def place_of(layer: DreamerLayer, step: Step) -> dict[str, Any]:
+    """The attributes that all visits have."""
+    share, last = layer.released(), len(layer.windows) - 1
+    return {
+        "depth": min(step.slot, last),  # visits beyond those it was made for are like the last
+        "layer": step.layer,
+        "forced": share < 1.0,
+        "learned": share > 0.0,
+        "release": layer.release,
+    }
 
 
 @dataclass
@@ -226,13 +199,11 @@ class DreamerPass:
         stacks = stacks_of(layer.attention.parts(), 1) | stacks_of(layer.experts.parts(), slices)
         return cls(layer, stacks)
 
-    def visit(self, step: Step) -> Visit:
+    def visit(self, step: Step, context: SequenceContext, cache_layer: Any = None) -> PassVisit:
         """What the layer sees at a step."""
-        share = self.layer.released()
-        last = len(self.layer.windows) - 1  # visits beyond those it was made for are like the last
-        return Visit(
-            min(step.slot, last), step.layer, share < 1.0, share > 0.0,
-            self.layer.release, self.stacks, self.slots,
+        return PassVisit(
+            **place_of(self.layer, step), stacks=self.stacks, slots=self.slots,
+            context=context, cache_layer=cache_layer,
         )  # fmt: skip
 
     def take(self, left: Left) -> None:

@@ -53,7 +53,7 @@ def visit_dreamer(
     """The layer at one depth."""
     assert state.dreamer is not None
     cache_layer = None if cache is None else cache.layers[step.slot]
-    visit = state.dreamer.visit(step)
-    h_BTC, left = model.call(model.dreamer, state.h_BTC, visit, context, cache_layer)
+    visit = state.dreamer.visit(step, context, cache_layer)
+    h_BTC, left = model.call(model.dreamer, state.h_BTC, visit)
     state.dreamer.take(left)
     return state.with_stream(h_BTC)

@@ -14,7 +14,7 @@ I width of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -108,14 +108,16 @@ class AttentionPool(Pool):
         self,
         x_BTC: Tensor,
         mixture: Mixture,
-        context: SequenceContext,
-        cache_layer: Any,
-        at: Depth,
+        heads: Callable[[list[Tensor]], Tensor],
     ) -> Tensor:
-        """x [B, T, C] (normed where the family does) -> output of the branch, [B, T, C]."""
+        """x [B, T, C] (normed where the family does) -> output of the branch, [B, T, C].
+
+        Args:
+            heads: what is between the projections of ``qkv`` and ``o``, such as ``mixed``.
+        """
         projected = self._project(x_BTC.flatten(0, 1), mixture.without_nulls())
         projected = [y.unflatten(0, x_BTC.shape[:2]) for y in projected]
-        o_NM = self.mixed(projected, context, cache_layer, at).flatten(0, 1)
+        o_NM = heads(projected).flatten(0, 1)
         y_NC = mixture(lambda rows: rows.out(rows.spread(o_NM), self.o))
         return y_NC.view_as(x_BTC)
 

@@ -1,6 +1,7 @@
-"""Experts applied to tokens: a layer's own to all of them, or to each token those it chose.
+"""Experts applied to tokens: a layer's own to all of them, or to each token those it chose, with
+rows sorted by expert or, where tokens are few, without.
 
-Both have the same methods, so that what an expert computes is written once.
+All have the same methods, so that what an expert computes is written once.
 
 N tokens, M rows, S slices of an MLP, E experts, I input and O output channels.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from ltconvert.convert.students.dreamer import grouped
 from ltconvert.convert.students.dreamer.banks import Bank, Gains, Stacks, as_multiplied
+from ltconvert.kernels.decode_experts import decode_experts
 from ltconvert.kernels.permute import permute, unpermute
 
 
@@ -85,19 +87,37 @@ class OwnRows:
 
 
 @dataclass(frozen=True)
-class ChosenRows:
-    """Tokens through the experts that they chose: M = N times choices, sorted by expert.
+class Routed:
+    """What tokens chose.
 
     Attributes:
-        chosen_NK, weights_NK: the choices.
-        nulls: how many there are to choose.
+        chosen_NK, weights_NK: the choices; numbers from E on are nulls.
+        experts, nulls: how many there are to choose.
     """
 
     chosen_NK: Tensor
     weights_NK: Tensor
+    experts: int
+    nulls: int
+
+    def of_nulls(self) -> Tensor:
+        """Weights of each token's nulls, added up, [N, 1]."""
+        null_NK = self.chosen_NK >= self.experts
+        return (self.weights_NK * null_NK).sum(-1, keepdim=True)
+
+    def without_nulls(self) -> Self:
+        """Weights that add up to 1 without those of nulls; to 0 where nothing else is chosen."""
+        weights_NK = self.weights_NK * (self.chosen_NK < self.experts)
+        sum_N1 = weights_NK.sum(-1, keepdim=True)
+        return replace(self, weights_NK=weights_NK / sum_N1.where(sum_N1 > 0, 1.0))
+
+
+@dataclass(frozen=True)
+class ChosenRows(Routed):
+    """Tokens through the experts that they chose: M = N times choices, sorted by expert."""
+
     grouping: grouped.Grouping
     stacks: Stacks
-    nulls: int = 0
 
     def spread(self, x_NI: Tensor) -> Tensor:
         """[N, I] -> [M, I], in the dtype of products."""
@@ -126,16 +146,31 @@ class ChosenRows:
         with torch.autocast(whole.device.type, enabled=False):
             return weights_NE @ (whole.to(weights_NE.dtype) + gains.offset)
 
-    def of_nulls(self) -> Tensor:
-        """Weights of each token's nulls, added up, [N, 1]."""
-        null_NK = self.grouping.place_NK < 0
-        return (self.weights_NK * null_NK).sum(-1, keepdim=True)
 
-    def without_nulls(self) -> ChosenRows:
-        """Weights that add up to 1 without those of nulls; to 0 where nothing else is chosen."""
-        weights_NK = self.weights_NK * (self.grouping.place_NK >= 0)
-        sum_N1 = weights_NK.sum(-1, keepdim=True)
-        return replace(self, weights_NK=weights_NK / sum_N1.where(sum_N1 > 0, 1.0))
+@dataclass(frozen=True)
+class PickedRows(Routed):
+    """A few tokens through theirs, of which the weights that were chosen are read. No gradient.
+
+    Rows are [N, I]; what ``within`` gives, and ``out`` takes, is [N, K, I].
+    """
+
+    def spread(self, x_NI: Tensor) -> Tensor:
+        """The tokens as they are."""
+        return x_NI
+
+    def within(self, x: Tensor, bank: Bank) -> Tensor:
+        """[N, I] -> [N, K, O]."""
+        return decode_experts(x, bank.weight, bank.bias, self.chosen_NK)
+
+    def out(self, x: Tensor, bank: Bank) -> Tensor:
+        """[N, I] or [N, K, I] -> [N, O]."""
+        return decode_experts(x, bank.weight, bank.bias, self.chosen_NK, self.weights_NK)
+
+    def gains(self, gains: Gains) -> Tensor:
+        """[N, O]. A null's are 0."""
+        weights_NK = self.weights_NK * (self.chosen_NK < self.experts)
+        gains_NKO = gains.weight[self.chosen_NK.clamp(max=self.experts - 1)] + gains.offset
+        return (weights_NK[:, None] @ gains_NKO.to(weights_NK.dtype))[:, 0]
 
 
 Expert = Callable[[Rows], Tensor]
@@ -149,8 +184,8 @@ class Mixture:
         release: r, a scalar; of no effect unless both count.
     """
 
-    own: OwnRows | None
-    chosen: ChosenRows | None
+    own: Rows | None
+    chosen: ChosenRows | PickedRows | None
     release: Tensor
 
     def __call__(self, expert: Expert) -> Tensor:

@@ -53,6 +53,11 @@ def pool_sizes(config: DreamerConfig, layers: int, share: float) -> tuple[int, i
     return min(entries, config.entries), min(mlps * config.slices, config.experts)
 
 
+def shares_kept(config: DreamerConfig, layers: int) -> tuple[float, float]:
+    """What pools of attention and of experts hold of what a teacher of so many layers had."""
+    return config.entries / layers, config.experts / (layers * config.slices)
+
+
 def config_after(config: DreamerConfig, layers: int, share: float, how: How) -> DreamerConfig:
     """Of the model that a cut to this share leaves."""
     entries, experts = pool_sizes(config, layers, share)
