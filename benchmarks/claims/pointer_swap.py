@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     add("--smallest", type=int, default=4, help="pointers to begin with")
     add("--largest", type=int, default=32, help="to end with; names there are; paper: 128")
-    add("--steps", type=int, default=3000, help="optimiser steps of a trial")
+    add("--steps", type=int, default=2000, help="optimiser steps of a trial")
     add("--phase-steps", type=int, default=50, help="steps before the next look at held-out rows")
     add("--pass-accuracy", type=float, default=0.9)
     add("--examples", type=int, default=512, help="held-out rows of each size")
