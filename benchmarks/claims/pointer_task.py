@@ -7,6 +7,10 @@ pointers are then asked for, and the value each holds in the end is what a model
 never told a value after the first ones, nor whether it was right. A swap names its first pointer
 again after the second, so that each is named at a place which knows of the other.
 
+Followed backwards, each of n swaps concerns the pointer that is asked for with probability 2 / n:
+an answer hangs on two swaps on average, whatever n, and 90 % right takes chains of 3 among 4
+pointers, of 4 among more. What grows with n is what has to be told apart, and how far back it lies.
+
 As many swaps as pointers are not learnt from nothing: the questions alone say nothing of the swaps
 between. A ladder therefore begins without swaps and adds one at a time, then pointers.
 
