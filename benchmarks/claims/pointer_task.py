@@ -28,6 +28,7 @@ import torch
 
 from ltconvert.distill.data import Batch
 from ltconvert.distill.data.batch import IGNORED
+from ltconvert.errors import UserError
 
 START, SWAP, ASK = 0, 1, 2
 FIRST_NAME = 3
@@ -91,7 +92,14 @@ def ladder(names: int, smallest: int, largest: int) -> list[PointerTask]:
     """What is learnt, in this order: swaps come one by one, then n grows by a half or a third.
 
     The first n with 0, 1, ... n swaps, then n swaps among n pointers: 4, 6, 8, 12, 16, 24, ...
+
+    Raises:
+        UserError: the first n is below 2 or above the last one.
     """
+    if not 2 <= smallest <= largest:
+        raise UserError(
+            f"--smallest {smallest}, --largest {largest}: expected 2 <= smallest <= largest"
+        )
     rungs, n = [(smallest, swaps) for swaps in range(smallest + 1)], smallest
     while n < largest:
         rungs += [(n * 3 // 2, n * 3 // 2), (n * 2, n * 2)]

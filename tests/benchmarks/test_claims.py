@@ -138,6 +138,9 @@ def test_a_ladder_adds_swaps_then_pointers() -> None:
     rungs = [(task.pointers, task.swaps) for task in ladder(20, 4, 20)]
     assert rungs == [(4, 0), (4, 1), (4, 2), (4, 3), (4, 4), (6, 6), (8, 8), (12, 12), (16, 16)]
     assert [(x.names, x.pointers) for x in ladder(9, 2, 4)] == [(9, 2)] * 3 + [(9, 3), (9, 4)]
+    for smallest in (1, 5):
+        with pytest.raises(UserError, match="2 <= smallest <= largest"):
+            ladder(4, smallest, 4)
 
 
 def test_a_stream_goes_on_where_it_was_and_held_out_rows_are_others() -> None:
