@@ -20,6 +20,7 @@ from pipeline_case import WORDS
 
 from ltconvert.benchmarks.claims import (
     output_gate,
+    pointer_climb,
     pointer_swap,
     ratio,
     receptive_field,
@@ -42,6 +43,7 @@ from ltconvert.benchmarks.claims.pointer_task import (
     SWAP,
     PointerStream,
     PointerTask,
+    ladder,
 )
 from ltconvert.benchmarks.looped_objective import LoopedObjective
 from ltconvert.convert.inspect import model_facts
@@ -98,8 +100,8 @@ def test_exact_claims_are_seen(script: ModuleType, capsys: pytest.CaptureFixture
     assert last.endswith("| exact | seen |")
 
 
-def _simulated(ids: list[int]) -> tuple[dict[int, int], list[tuple[int, int]]]:
-    """(what every pointer holds in the end, what is asked and answered), read from a row."""
+def _simulated(ids: list[int]) -> tuple[dict[int, int], list[int]]:
+    """(what every pointer holds in the end, what is asked for), read from a row."""
     marks = iter(ids)
     assert next(marks) == START
     holds: dict[int, int] = {}
@@ -108,32 +110,37 @@ def _simulated(ids: list[int]) -> tuple[dict[int, int], list[tuple[int, int]]]:
         holds[token] = next(marks)
         token = next(marks)
     while token == SWAP:
-        one, other = next(marks), next(marks)
-        assert one != other
+        one, other, again = next(marks), next(marks), next(marks)
+        assert one == again != other
         holds[one], holds[other] = holds[other], holds[one]
         token = next(marks)
     assert token == ASK
-    rest = list(marks)
-    return holds, list(zip(rest[::2], rest[1::2], strict=True))
+    return holds, list(marks)
 
 
 @pytest.mark.parametrize(("pointers", "swaps"), [(2, 0), (2, 5), (3, 4), (8, 8), (13, 40)])
 def test_rows_are_those_of_a_simulation(pointers: int, swaps: int) -> None:
     task = PointerTask(names=16, pointers=pointers, swaps=swaps)
-    batch = task.batch(7, np.random.default_rng(0))
-    assert batch.input_ids_BT.shape == (7, task.length) and task.vocab == FIRST_NAME + 32
-    for ids, labels in zip(batch.input_ids_BT.tolist(), batch.labels_BT.tolist(), strict=True):
-        holds, questions = _simulated(ids)
+    ids_BT, labels_BT = task.draw(7, np.random.default_rng(0))
+    assert ids_BT.shape == (7, task.length) and task.vocab == FIRST_NAME + 32
+    for ids, labels in zip(ids_BT.tolist(), labels_BT.tolist(), strict=True):
+        holds, asked = _simulated(ids)
+        assert ids.count(SWAP) == swaps
         assert len(set(holds)) == len(set(holds.values())) == pointers
         assert all(FIRST_NAME <= name < FIRST_NAME + 16 for name in holds)
         assert all(FIRST_NAME + 16 <= value < task.vocab for value in holds.values())
-        assert len(dict(questions)) == len(questions) == pointers // 2
-        assert all(holds[name] == value for name, value in questions)
-        expected = [-100] * task.length
-        for number, (name, value) in enumerate(reversed(questions)):
-            assert ids[task.length - 2 - 2 * number] == name
-            expected[task.length - 2 - 2 * number] = value
-        assert labels == expected
+        assert len(set(asked)) == len(asked) == pointers // 2
+        answers = [holds[name] for name in asked]
+        assert labels == [-100] * (task.length - len(asked)) + answers
+
+
+def test_a_ladder_adds_swaps_then_pointers() -> None:
+    rungs = [(task.pointers, task.swaps) for task in ladder(20, 4, 20)]
+    assert rungs == [(4, 0), (4, 1), (4, 2), (4, 3), (4, 4), (6, 6), (8, 8), (12, 12), (16, 16)]
+    assert [(x.names, x.pointers) for x in ladder(9, 2, 4)] == [(9, 2)] * 3 + [(9, 3), (9, 4)]
+    for smallest in (1, 5):
+        with pytest.raises(UserError, match="2 <= smallest <= largest"):
+            ladder(4, smallest, 4)
 
 
 def test_a_stream_goes_on_where_it_was_and_held_out_rows_are_others() -> None:
@@ -142,12 +149,12 @@ def test_a_stream_goes_on_where_it_was_and_held_out_rows_are_others() -> None:
     def ids(stream: PointerStream) -> list[list[int]]:
         return next(stream).input_ids_BT.tolist()
 
-    one, again = (PointerStream(task, 3, (0, 1)) for _ in range(2))
+    one, again = (PointerStream([task], 3, (0, 1)) for _ in range(2))
     first, second = ids(one), ids(one)
     assert first != second
     again.load_state_dict({"batches": 1})
     assert ids(again) == second and again.state_dict() == one.state_dict()
-    others = [ids(PointerStream(task, 3, seed)) for seed in ((0, 2), (1, 1), None)]
+    others = [ids(PointerStream([task], 3, seed)) for seed in ((0, 2), (1, 1), None)]
     assert first not in others and others[0] != others[1]
 
 
@@ -213,10 +220,11 @@ def climbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_climb(climbed: Path) -> None:
     found = result(climbed)
-    assert [phase["n"] for phase in found["history"]] == [2, 4]
-    assert (found["largest"], found["stages"], found["visits"]) == (4, 2, 10)
+    assert [phase["n"] for phase in found["history"]] == [2, 2, 2, 3, 4]
+    assert (found["largest"], found["sizes"], found["visits"]) == (4, 3, 10)
+    rungs = [(1, 2, 0), (2, 2, 1), (3, 2, 2), (4, 3, 3), (5, 4, 4)]
     assert [x[:2] for x in losses(climbed)] == [
-        (f"phase{phase} n={n}", step) for phase, n in ((1, 2), (2, 4)) for step in (1, 2)
+        (f"phase{phase} n={n} swaps={swaps}", step) for phase, n, swaps in rungs for step in (1, 2)
     ]
     assert not list(climbed.rglob("checkpoint"))
     claims = json.loads((climbed / "claims.json").read_text())["claims"]
@@ -227,7 +235,14 @@ def test_who_does_not_pass_stays(tmp_path: Path) -> None:
     assert climb(tmp_path, "--pass-accuracy", "1.1", "--steps", "6") == 0
     found = result(tmp_path)
     assert [phase["n"] for phase in found["history"]] == [2, 2, 2]
-    assert (found["largest"], found["stages"]) == (0, 0)
+    assert (found["largest"], found["sizes"]) == (0, 0)
+
+
+def test_rungs_with_fewer_swaps_lead_on_but_do_not_count(tmp_path: Path) -> None:
+    assert climb(tmp_path, "--steps", "4") == 0
+    found = result(tmp_path)
+    assert [(x["swaps"], x["passed"]) for x in found["history"]] == [(0, True), (1, True)]
+    assert (found["largest"], found["sizes"]) == (0, 0)
 
 
 def test_a_climb_out_of_time_and_killed_ends_as_undisturbed(
@@ -265,8 +280,8 @@ def test_accuracy_of_a_model_that_knows_one_value(climbed: Path) -> None:
     with torch.no_grad():
         model.model.norm.weight.zero_()
         model.logits = lambda h_NC: torch.eye(task.vocab)[value].expand(len(h_NC), -1)
-    share, error = pointer_swap.accuracy(model, task, 64, 64 * task.length, "fp32")
-    labels_BT = next(PointerStream(task, 64, None)).labels_BT
+    share, error = pointer_climb.accuracy(model, task, 64, 64 * task.length, "fp32")
+    labels_BT = next(PointerStream([task], 64, None)).labels_BT
     hits = [(row == value).sum().item() / task.asked for row in labels_BT]
     assert share == pytest.approx(np.mean(hits)) and 0.1 < share < 0.4
     assert error == pytest.approx(np.std(hits, ddof=1) / 8)
@@ -285,7 +300,7 @@ def test_a_folder_of_other_trials_is_refused_and_seeds_may_be_added(
     (claim,) = json.loads((climbed / "claims.json").read_text())["claims"]
     assert claim["claim"] == "looping takes Gated DeltaNet further"
     assert (claim["seeds"], claim["verdict"]) == ("0, 1, 2", UNDECIDED)  # all passed everything
-    assert said.splitlines()[-1].startswith("| looping takes Gated DeltaNet further | doublings")
+    assert said.splitlines()[-1].startswith("| looping takes Gated DeltaNet further | sizes of")
 
 
 @pytest.fixture(scope="module")
