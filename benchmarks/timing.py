@@ -25,19 +25,44 @@ class TimeLimit(BaseException):
 def deadline(seconds: float) -> Iterator[None]:
     """Raise TimeLimit once the block takes longer, in the middle of compiling or tuning as well.
 
-    A backward pass inside has to run in the calling thread, where signals arrive.
+    A backward pass inside has to run in the calling thread, where signals arrive. One may arrive
+    while a block within is being left: modes that it would have restored are restored here.
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
         raise TimeLimit(f"no result within {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    with _same_modes():
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _same_modes() -> Iterator[None]:
+    """Leave PyTorch's modes as they were, whatever the block did to them."""
+    gradients, nesting = torch.is_grad_enabled(), _autocast_nesting()
+    autocast = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        torch.set_grad_enabled(gradients)
+        for device, enabled in autocast.items():
+            torch.set_autocast_enabled(device, enabled)
+        while _autocast_nesting() > nesting:
+            torch.autocast_decrement_nesting()
+        if not nesting:
+            torch.clear_autocast_cache()
+
+
+def _autocast_nesting() -> int:
+    """How many autocast blocks there are around; the last to be left empties the cache of casts."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 def synchronize(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
 
@@ -41,9 +42,11 @@ _CHAT_TEMPLATE = (
 
 
 @pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
-    """Every test starts from one seed, whatever ran before it."""
+def _alike() -> Iterator[None]:
+    """Every test starts from one seed, whatever ran before it, and leaves no mode behind."""
     torch.manual_seed(0)
+    yield
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltconvert.benchmarks import run, step
+from ltconvert.benchmarks import run, step, timing
 from ltconvert.benchmarks.case import Case, Function, Inputs, Options, Peer, Scale
 from ltconvert.benchmarks.cases import OPS, delta_rule, linear_kl
 from ltconvert.benchmarks.cases.draw import row_start
@@ -142,6 +142,16 @@ def test_slow_peer_meets_its_limit() -> None:
     options = replace(OPTIONS, peer_seconds=0.05)
     rows = list(measure(case(peers={"slow": Peer(lambda: slow)}), options))
     assert all("no result within" in row.peers["slow"].note for row in rows)
+
+
+def test_a_limit_that_interrupts_the_end_of_a_block_leaves_no_mode_behind() -> None:
+    with pytest.raises(timing.TimeLimit), timing.deadline(0.05):
+        torch.set_grad_enabled(False)
+        torch.autocast("cpu", torch.bfloat16).__enter__()
+        time.sleep(5)
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
 
 
 def test_limit_reaches_a_backward_pass() -> None:
