@@ -283,7 +283,9 @@ def bench_decode(
     shape: Annotated[
         str | None, typer.Option(help="In place of a model: ouro-1.4b, smollm2-135m, ...")
     ] = None,
-    recipe: RecipeName = "hybrid25",
+    recipe: Annotated[
+        str | None, typer.Option(help="As for `distill`; default: hybrid25.", show_default=False)
+    ] = None,
     mixers: Annotated[
         str | None, typer.Option(help="Of the student: one for all but full layers, or a list.")
     ] = None,

@@ -38,7 +38,7 @@ class Request:
 
     reference: str | None
     shape: str | None
-    recipe: str
+    recipe: str | None
     mixers: str | None
     full: str | None
     contexts: str
@@ -125,11 +125,11 @@ def models(request: Request) -> dict[str, LT2Config]:
     else:
         config, provenance = read_config(student_folder(str(request.reference)), None)
         converted = set(config.mixers) != {"full"} or config.dreamer is not None
-        asked = request.mixers or request.full
+        asked = request.recipe or request.mixers or request.full
         if converted and asked:
             raise UserError(
                 f"{request.reference} is a student, with its own mixers and full layers; "
-                "leave out --mixers and --full"
+                "leave out --recipe, --mixers and --full"
             )
         # A student of full layers can be a teacher, too.
         if converted or (own_teacher(provenance) and not asked):
@@ -164,7 +164,7 @@ def _settings(request: Request) -> StudentSettings:
     from ltconvert import recipes
 
     overrides = [] if request.full is None else [f"student.full_layers={request.full}"]
-    return recipes.resolve(request.recipe, overrides=overrides).student
+    return recipes.resolve(request.recipe or "hybrid25", overrides=overrides).student
 
 
 def _facts(config: LT2Config) -> dict[str, Any]:

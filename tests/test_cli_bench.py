@@ -235,6 +235,14 @@ def test_mistakes_are_one_line(
     assert message in captured.err and captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [["--recipe", "dreamer"], ["--mixers", "gdn"], ["--full", "0"]])
+def test_a_student_is_measured_as_it_is(
+    words: list[str], folders: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(app, ["bench", "decode", folders["student"], *words, *CPU]) == 2
+    assert "leave out --recipe, --mixers and --full" in capsys.readouterr().err
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["bench", "--help"], ["bench", "decode", "--help"]):
         assert run(app, words) == 0
