@@ -239,7 +239,7 @@ def test_mistakes_are_one_line(
 def test_a_student_is_measured_as_it_is(
     words: list[str], folders: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(app, ["bench", "decode", folders["student"], *words, *CPU]) == 2
+    assert run(app, ["bench", "decode", folders["hybrid"], *words, *CPU]) == 2
     assert "leave out --recipe, --mixers and --full" in capsys.readouterr().err
 
 
