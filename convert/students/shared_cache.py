@@ -81,7 +81,7 @@ class EarlierLoop(CacheLayerMixin):
 
 
 def owners(config: LT2Config, loop_cache: str | None) -> list[int]:
-    """The slot whose cache each slot uses: its own, or that of its layer's last loop with attention.
+    """The slot whose cache each slot uses: its own, or that of its layer's last with attention.
 
     Raises:
         UserError: not one of ``LOOP_CACHES``, or nothing could be shared.
