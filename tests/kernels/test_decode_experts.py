@@ -13,7 +13,7 @@ from decode_case import DEVICE, DTYPES, GPU, needs_triton
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
-from ltconvert.kernels.decode_experts import decode_experts
+from ltconvert.kernels.decode_experts import decode_experts, reference
 from ltconvert.kernels.parity import check, judge
 
 # tokens, choices, experts, channels, outputs
@@ -77,15 +77,20 @@ def definition(given: dict[str, Any], work: torch.dtype) -> dict[str, Tensor]:
     return {"y": (given["weights_NK"].to(work)[..., None] * y_NKO).sum(1)}
 
 
-@pytest.fixture(params=["reference", pytest.param("triton", marks=needs_triton)])
+@pytest.fixture(params=["reference", "copies", pytest.param("triton", marks=needs_triton)])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Blocks smaller than the interpreter's shapes, so that loops go round."""
+    """Blocks smaller than the interpreter's shapes, so that loops go round.
+
+    With "copies" the reference does on a CPU what it does elsewhere.
+    """
+    if request.param == "copies":
+        monkeypatch.setattr(reference, "_one_by_one", reference._side_by_side)
     if request.param == "triton" and not GPU:
         from ltconvert.kernels.decode_experts import triton
 
         monkeypatch.setattr(triton, "BLOCK_BYTES", 256)
         monkeypatch.setattr(triton, "PROGRAMS", 0.1)
-    with dispatch.use(request.param):
+    with dispatch.use("triton" if request.param == "triton" else "reference"):
         yield request.param
 
 
