@@ -101,7 +101,9 @@ def sizes(text: str) -> list[int]:
     """
     found = [re.fullmatch(r"([1-9]\d*)(k?)", part.strip().lower()) for part in text.split(",")]
     if not all(found):
-        raise UserError(f"{text!r}: expected numbers separated by commas, such as 4k,32k or 1,8")
+        raise UserError(
+            f"{text!r}: expected numbers above 0, separated by commas, such as 4k,32k or 1,8"
+        )
     return [int(match[1]) * (1024 if match[2] else 1) for match in found if match]
 
 
@@ -133,7 +135,10 @@ def models(request: Request) -> dict[str, LT2Config]:
         if converted or (own_teacher(provenance) and not asked):
             return {"teacher": _teacher_of(config, provenance), "student": config}
     mixers = request.mixers.split(",") if request.mixers else []
-    student = student_config(config.spec(), _settings(request), [m.strip() for m in mixers])
+    settings = _settings(request)
+    if settings.kind == "dreamer" and settings.pool_schedule:
+        output.print_note("the student has its whole pools, as before the stage shrink")
+    student = student_config(config.spec(), settings, [m.strip() for m in mixers])
     return {"teacher": LT2Config.from_spec(config.spec()), "student": student}
 
 

@@ -122,7 +122,7 @@ def _rows(layers: tuple[LayerFacts, ...], *, merge: bool) -> Iterator[tuple[Any,
 def _cells(layer: LayerFacts) -> tuple[Any, ...]:
     windows = list(dict.fromkeys(layer.windows))
     return (
-        layer.mixer,
+        "none" if windows == [0] else layer.mixer,  # a depth of a Dreamer that goes without
         windows[0] if len(windows) == 1 else ", ".join(str(window) for window in windows),
         layer.rope,
         layer.visits,

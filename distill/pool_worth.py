@@ -95,15 +95,14 @@ class Judge:
             return None
         rows = list(training_rows(self.inputs, self.settings, self.settings.damage_tokens))
         before = Damage(**self.progress.state.get(name, {}))
-        left = router.experts * len(rows) - before.passes
+        total = router.experts * len(rows)
 
         def note(found: Damage) -> None:
             bar.advance()
-            last = found.passes == before.passes + left
-            if last or time.monotonic() - self.saved_at > SAVE_SECONDS:
+            if found.passes == total or time.monotonic() - self.saved_at > SAVE_SECONDS:
                 self._save(name, asdict(found))
 
-        with self.inputs.log.bar(f"damage of {name}", left, "passes") as bar:
+        with self.inputs.log.bar(f"damage of {name}", total, "passes", before.passes) as bar:
             return pool_damage(
                 self.student,
                 router,

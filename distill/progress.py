@@ -60,13 +60,19 @@ class Bar:
     """A bar with a count and the time left."""
 
     def __init__(
-        self, label: str, total: int, unit: str, draw: Callable[[str], None], every_seconds: float
+        self,
+        label: str,
+        total: int,
+        unit: str,
+        draw: Callable[[str], None],
+        every_seconds: float,
+        done: int = 0,
     ) -> None:
         self._label, self._total, self._unit = label, total, unit
         self._draw, self._every = draw, every_seconds
         self._begun = time.monotonic()
         self._shown: float | None = None
-        self.done = 0
+        self._before = self.done = done
 
     def advance(self, count: int = 1) -> None:
         """So much more is done."""
@@ -87,7 +93,9 @@ class Bar:
         cells = round(share * _BAR_CELLS)
         bar = "#" * cells + "-" * (_BAR_CELLS - cells)
         count = f"{self.done}/{self._total} {self._unit}".rstrip()
-        left = f" | eta {short_time(seconds * (1 - share) / share)}" if 0 < share < 1 else ""
+        now, left = self.done - self._before, ""  # what an earlier process did says no speed
+        if now > 0 and self.done < self._total:
+            left = f" | eta {short_time(seconds * (self._total - self.done) / now)}"
         return f"{self._label} [{bar}] {count}{left}"
 
 

@@ -83,10 +83,14 @@ class RunLog:
             yield StepLine(stage, total, done, draw, seconds)
 
     @contextmanager
-    def bar(self, label: str, total: int, unit: str = "") -> Iterator[Bar]:
-        """A progress bar for work that may take long: nothing is shown in the first two seconds."""
+    def bar(self, label: str, total: int, unit: str = "", done: int = 0) -> Iterator[Bar]:
+        """A progress bar for work that may take long: nothing is shown in the first two seconds.
+
+        Args:
+            done: of `total`, before this process.
+        """
         with self._line(keep=False) as (draw, seconds):
-            bar = Bar(label, total, unit, draw, seconds)
+            bar = Bar(label, total, unit, draw, seconds, done)
             yield bar
             bar.finish()
 

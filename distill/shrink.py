@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.dreamer.shrink import (
     Cut,
     set_top_experts,
@@ -92,7 +93,18 @@ def _left(student: LT2ForCausalLM, share: float) -> str:
     return (
         f"{config.entries} of {layers} entries of attention ({entries:.0%}) and "
         f"{config.experts} of {layers * config.slices} experts ({experts:.0%}) are left; "
-        f"{share:.0%} was asked for"
+        f"{share:.0%} was asked for{_skipped(config)}"
+    )
+
+
+def _skipped(config: DreamerConfig) -> str:
+    """`; depths 2, 3 go without attention`, or nothing where all of them have both."""
+    parts = (("attention", config.skipped_attention), ("experts", config.skipped_experts))
+    return "".join(
+        f"; depth{'s' * (len(at) > 1)} {', '.join(map(str, at))} "
+        f"{'go' if len(at) > 1 else 'goes'} without {name}"
+        for name, at in parts
+        if at
     )
 
 

@@ -207,7 +207,7 @@ def _parse(text: str, *, where: str) -> dict[str, Any]:
     try:
         mapping = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
+        problem = " ".join(str(error).split()).replace(' in "<unicode string>",', " at")
         raise UserError(f"{where}: not valid YAML ({problem})") from None
     if mapping is None:
         return {}

@@ -39,14 +39,16 @@ def routing(run: RunFolder) -> Section:
 
 def _summary(pools: dict[str, dict[str, Any]]) -> Table:
     usages = list(pools.values())
-    reused = f"used at {usages[0]['reused_depths']} depths or more"
-    headers = ("pool", "entries", "used at no depth", reused, "most chosen over mean")
+    least = usages[0]["reused_depths"]
+    can_be = least <= len(usages[0]["distinct"])  # with fewer depths no entry is used at so many
+    reused = [f"used at {least} depths or more"] if can_be else []
+    headers = ("pool", "entries", "used at no depth", *reused, "most chosen over mean")
     rows = [
         [
             name,
             count(usage["entries"]),
             count(sum(depths == 0 for depths in usage["depths"])),
-            percent(usage["reused_share"]),
+            *([percent(usage["reused_share"])] if can_be else []),
             number(usage["imbalance"], digits=2),
         ]
         for name, usage in pools.items()

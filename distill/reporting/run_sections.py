@@ -143,11 +143,17 @@ def one_layer(pools: Mapping[str, Any], mixers: Sequence[str] | None) -> str:
     own = f" with {others[0]} mixers" if others else ""
     nulls = pools.get("null_entries") or pools.get("null_experts")
     fewer = " Fewer where it chooses a null instead." if nulls else ""
+    skipped = [
+        f"depth{'s' * (len(at) > 1)} {runs(at)} without {name}"
+        for name in ("attention", "experts")
+        if (at := pools.get(f"skipped_{name}"))
+    ]
+    without = f" Skipped: {', '.join(skipped)}." if skipped else ""
     return (
         f"One layer{own} for all depths. A token uses {pools['top_entries']} of "
         f"{pools['entries']} attention projections and {pools['top_experts']} of "
         f"{pools['experts']} experts at each; an MLP of the teacher is {pools['slices']} of them."
-        f"{fewer}"
+        f"{fewer}{without}"
     )
 
 

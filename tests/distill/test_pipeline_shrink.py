@@ -19,7 +19,9 @@ from ltconvert.convert.students.dreamer.shrink import pool_sizes, set_top_expert
 from ltconvert.convert.teachers.load import Teacher
 from ltconvert.distill.evaluate import evaluate
 from ltconvert.distill.report import build_report
+from ltconvert.distill.reporting.run_sections import one_layer
 from ltconvert.distill.runlog import RunLog
+from ltconvert.distill.shrink import _skipped
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import Recipe
 from ltconvert.recipes.student import StudentSettings
@@ -65,6 +67,7 @@ def test_pools_shrink_and_what_is_left_learns(
     report = (tmp_path / "out/report.md").read_text()
     assert "| 34.0 % | 1 (33.3 %) | 2 (33.3 %) | 2 |" in report and "shrink 3 of 3" in report
     assert "## Routing" in report and "| attention | 1 | 0 |" in report
+    assert "depths or more" not in report  # of three depths none can be so many
     _forget(tmp_path / "out", {"top_experts", "entries_share", "experts_share", "null"})
     build_report(tmp_path / "out")  # of a run from before these were noted
     assert "| 34.0 % | 1 | 2 | - |" in (tmp_path / "out/report.md").read_text()
@@ -209,3 +212,12 @@ def test_shares_fall() -> None:
         with pytest.raises(ValidationError, match=f"{stage}.release_share is 0.5, but pools"):
             Recipe(name="again", student=STUDENT, **{stage: {"release_share": 0.5}})
     assert "shrink" not in Recipe(name="dense").stages
+
+
+def test_what_a_dreamer_skips_is_said() -> None:
+    config = DreamerConfig(entries=2, experts=4, skipped_attention=[1, 2, 5], skipped_experts=[4])
+    assert _skipped(config) == "; depths 1, 2, 5 go without attention; depth 4 goes without experts"
+    assert _skipped(DreamerConfig(entries=2, experts=4)) == ""
+    said = one_layer(vars(config), None)
+    assert said.endswith(" Skipped: depths 1-2, 5 without attention, depth 4 without experts.")
+    assert "Skipped" not in one_layer(vars(DreamerConfig(entries=2, experts=4)), None)

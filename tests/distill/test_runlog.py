@@ -107,6 +107,11 @@ def test_a_short_bar_shows_nothing_and_a_long_one_its_end(monkeypatch: pytest.Mo
     lines = text.getvalue().splitlines()
     assert lines[0] == "scoring layers [############------------] 2/4 layers | eta 3s"
     assert lines[-1] == "scoring layers [########################] 4/4 layers"
+    with log.bar("scoring layers", 8, "layers", done=3) as bar:  # by a process that was killed
+        for _ in range(2):
+            clock[0] += 1.5
+            bar.advance()
+    assert "5/8 layers | eta 4s" in text.getvalue()  # three more at 1.5 s
 
 
 def test_json_leaves_standard_output_alone(capsys: pytest.CaptureFixture[str]) -> None:

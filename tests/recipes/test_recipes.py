@@ -175,7 +175,7 @@ def test_mistakes_on_the_command_line(override: str, expected: str) -> None:
         ("logits: 2", "logits is a section and needs keys, got 2"),
         ("align:\n", "align is a section"),
         ("- a\n", "expected `key: value` lines, got list"),
-        ("a: [", "not valid YAML"),
+        ("a: [", "'<stream end>' at line 1"),
         ("logits: {lr: 1.0e-4}\nseed: 1\nlogits: {}\n", "logits stands there more than once"),
         (
             "student: {full_layers: 0.5, mixer: gdn, full_layers: 1}",
