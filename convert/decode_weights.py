@@ -49,12 +49,12 @@ def places(model: nn.Module) -> tuple[Any, ...]:
     """Where all parameters lie: other places mean that what points at them is out of date.
 
     Of linear layers that loops share also how often they were changed: a Decoder holds them merged.
-    Of Dreamers also how far routing is released: a graph holds what counts then.
+    Of Dreamers also how routing is set and how far it is released: a graph holds what counts then.
     """
     tied = (m for m in model.modules() if isinstance(m, Linear) and m.loops > 1)
     merged = {id(p) for module in tied for p in module.parameters() if not p.is_inference()}
-    released = [m.released() for m in model.modules() if isinstance(m, DreamerLayer)]
-    return *released, *(
+    routing = [(m.released(), m.config) for m in model.modules() if isinstance(m, DreamerLayer)]
+    return *routing, *(
         (p.data_ptr(), p.dtype, p._version if id(p) in merged else 0) for p in model.parameters()
     )
 

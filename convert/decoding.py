@@ -250,5 +250,7 @@ class Decoder:
                 f"{self.max_length}"
             )
         if places(self.model) != self._places:
-            raise ValueError("the model's weights have moved since; make a new Decoder")
+            raise ValueError(
+                "the model's weights have moved, or its routing was set, since; make a new Decoder"
+            )
         return left_padding(ids_BT, mask_BT)

@@ -25,11 +25,12 @@ class LayerFacts:
     Attributes:
         mixer: one of ``MIXERS``.
         windows: tokens that its attention sees in each visit (the token itself counted), None for
-            all or none.
+            all, or of mixers without keys; 0 in visits of a Dreamer that skip attention.
         attended: tokens that a query attends to at most, where it chooses them among all.
         choosing_width: multiplications that looking at one token costs a query that chooses.
         rope: name of its positions, None for none.
-        visits: how often a forward pass runs it; each visit has a cache of its own.
+        visits: how often a forward pass runs it; each visit has a cache of its own. 0 behind the
+            last depth of a Dreamer that runs at fewer than it was made for.
         parameters, mixer_parameters: of the layer, and of its mixer alone.
         own_parameters, mixer_own_parameters: of these, what is one loop's own, all loops together.
         aligned_parameters: of its mixer, those that the stage `align` trains.
@@ -65,17 +66,18 @@ class LayerFacts:
     @property
     def visited(self) -> tuple[int, int]:
         """Parameters that one visit uses, of the layer and of its mixer."""
-        others = self.visits - 1
+        visits = max(1, self.visits)
+        others = visits - 1
         return (
-            self.parameters - self.own_parameters * others // self.visits,
-            self.mixer_parameters - self.mixer_own_parameters * others // self.visits,
+            self.parameters - self.own_parameters * others // visits,
+            self.mixer_parameters - self.mixer_own_parameters * others // visits,
         )
 
     def cache_bytes(self, context_tokens: int) -> int:
         """Cache of one sequence of so many tokens."""
         limits = (context_tokens if limit is None else limit for limit in self.cache_tokens)
         kept = sum(min(context_tokens, limit) for limit in limits)
-        return kept * self.cache_bytes_per_token // self.visits + self.state_bytes
+        return kept * self.cache_bytes_per_token // max(1, self.visits) + self.state_bytes
 
     @property
     def grows(self) -> bool:

@@ -170,6 +170,10 @@ def _dreamer_rules() -> Iterator[Rule]:
     yield Rule(
         _of("student", "pool_cut", "pool_rank", "pool_skip", "top_schedule"), _runs("shrink"), needs
     )
+    # Merged entries leave no nulls, and nothing empty.
+    yield Rule(
+        ("student.pool_skip",), lambda r, _: r.student.pool_cut == "drop", "student.pool_cut=drop"
+    )
 
 
 def _mixer_rules() -> Iterator[Rule]:

@@ -137,7 +137,8 @@ class LT2Model(LT2PreTrainedModel):
     def windows(self) -> set[int | None]:
         """Windows of the softmax attention there is, None the whole row."""
         if self.dreamer is not None:
-            return set(self.dreamer.windows)
+            skipped = self.dreamer.config.skipped_attention
+            return {w for depth, w in enumerate(self.dreamer.windows) if depth not in skipped}
         visits = [(self.layers[step.layer].mixer, step.loop) for step in self.schedule]
         return {mixer.window_in(loop) for mixer, loop in visits if isinstance(mixer, Attention)}
 

@@ -81,7 +81,7 @@ class EarlierLoop(CacheLayerMixin):
 
 
 def owners(config: LT2Config, loop_cache: str | None) -> list[int]:
-    """The slot whose cache each slot uses: its own, or that of its layer's last loop.
+    """The slot whose cache each slot uses: its own, or that of its layer's last with attention.
 
     Raises:
         UserError: not one of ``LOOP_CACHES``, or nothing could be shared.
@@ -91,9 +91,9 @@ def owners(config: LT2Config, loop_cache: str | None) -> list[int]:
         return list(range(len(schedule)))
     if loop_cache not in LOOP_CACHES:
         raise UserError(f"loop_cache is {loop_cache!r}; choose one of {', '.join(LOOP_CACHES)}")
-    last = {step.layer: step.slot for step in schedule}
+    last = {step.layer: step.slot for step in schedule if config.attends(step.slot)}
     found = [
-        last[step.layer] if kind == "full_attention" else step.slot
+        last[step.layer] if kind == "full_attention" and config.attends(step.slot) else step.slot
         for step, kind in zip(schedule, config.layer_types, strict=True)
     ]
     if found == list(range(len(schedule))):

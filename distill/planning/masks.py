@@ -42,13 +42,12 @@ def mask_bytes(
     if not makes_masks(spec, precision, device):
         return 0
     made = [layer for layer in layers if layer.mixer in _MIXERS]
-    windows = {window for layer in made for window in layer.windows}
-    visits = sum(layer.visits for layer in made)
-    kept = max(1, 1 if one_visit else visits)
+    windows = [window for layer in made for window in layer.windows if window != 0]
+    kept = max(1, 1 if one_visit else len(windows))
     number = _NUMBER[precision]
     if spec.attention_softcap is not None:
         number = _CAPPED + _CAPPED_HEAD[precision] * spec.num_attention_heads
-    return rows * length**2 * (max(1, len(windows)) + kept * number)
+    return rows * length**2 * (max(1, len(set(windows))) + kept * number)
 
 
 def makes_masks(spec: TeacherSpec, precision: str, device: str) -> bool:

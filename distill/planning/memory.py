@@ -229,7 +229,8 @@ def _scores(layer: LayerFacts, settings: LogitsSettings, device: str) -> int:
     op = {"gdn_window": "window_attention", "moda": "depth_attention"}.get(layer.mixer)
     if op is None or dispatch.choose(op, dispatch.asked_for(op), device)[0] != "reference":
         return 0
-    return layer.windows[0] or settings.seq_len_tokens
+    window = layer.windows[0]
+    return settings.seq_len_tokens if window is None else window
 
 
 def saved_bytes(

@@ -79,7 +79,7 @@ class Kept(NamedTuple):
         """Room for it."""
         cells = x.shape.cells
         square = (cells, CHUNK_TOKENS, CHUNK_TOKENS) if x.beta is not None else (0,)
-        row = (cells, CHUNK_TOKENS) if x.beta is not None and x.l2norm else (0,)
+        row = (cells, CHUNK_TOKENS) if x.l2norm else (0,)
         return cls(x.q.new_empty(square), x.q.new_empty(row, dtype=torch.float32))
 
 
@@ -259,6 +259,7 @@ def linear_attention(
     With ``beta_BTH`` the delta rule, without it decay attention. Widths are filled up with zeros,
     which changes nothing that is kept.
     """
+    assert beta_BTH is not None or not l2norm_qk, "decay attention takes keys as they are"
     key_width, value_width = q_BTHK.shape[-1], v_BTHV.shape[-1]
     dtype = torch.promote_types(torch.promote_types(q_BTHK.dtype, k_BTHK.dtype), v_BTHV.dtype)
     q, k, v = (_filled(t.to(dtype)) for t in (q_BTHK, k_BTHK, v_BTHV))

@@ -14,6 +14,7 @@ from helpers import FAMILIES, diagonal, tiny_model, tiny_spec, tokens
 from ltconvert.convert.decode_step import Step
 from ltconvert.convert.decoding import Decoder
 from ltconvert.convert.students.dreamer.depths import set_depths
+from ltconvert.convert.students.dreamer.shrink import set_top_experts
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.kernels import dispatch
@@ -120,6 +121,15 @@ def test_routing_that_is_released_further_needs_a_new_decoder() -> None:
         decoder.generate(**prompts(), max_new_tokens=2)
     found = Decoder(model, 3, 20).generate(**prompts(), max_new_tokens=NEW)
     assert found.tolist() == plain(model, prompts())
+
+
+def test_a_decoder_does_not_outlive_how_many_experts_a_token_uses() -> None:
+    """Its graph would use as many as before."""
+    model = dreamer(slices=2)
+    decoder = Decoder(model, len(LENGTHS), 20)
+    set_top_experts(model, 2)
+    with pytest.raises(ValueError, match="make a new Decoder"):
+        decoder.generate(**prompts(), max_new_tokens=2)
 
 
 @needs_triton

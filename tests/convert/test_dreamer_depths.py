@@ -11,6 +11,7 @@ from helpers import tiny_model, tiny_spec, tokens
 
 from ltconvert.convert.checkpoint import load_student, save_student
 from ltconvert.convert.dropping import drop_layers
+from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.dreamer.depths import set_depths
 from ltconvert.convert.students.dreamer.layer import DreamerPass
 from ltconvert.errors import UserError
@@ -83,3 +84,12 @@ def test_mistakes_are_refused() -> None:
         set_depths(released(), 0)
     with pytest.raises(UserError, match="of a Dreamer alone"):
         set_depths(tiny_model(tiny_spec()), 2)
+
+
+def test_layers_behind_the_last_depth_cost_nothing() -> None:
+    student = released()
+    whole = model_facts(student.config).layers
+    set_depths(student, 2)
+    *first, last = model_facts(student.config).layers
+    assert first == list(whole[:2])
+    assert last.visits == 0 and last.visited == (0, 0) and last.cache_bytes(64) == 0

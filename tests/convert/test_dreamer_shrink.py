@@ -215,6 +215,14 @@ def test_what_is_skipped_takes_no_cache_and_no_weights() -> None:
     assert inside[2] < inside[0] == inside[1]
 
 
+def test_a_window_that_is_skipped_needs_no_mask() -> None:
+    model = released("gemma2").model
+    windows = model.dreamer.windows
+    assert model.windows() == set(windows) == {None, windows[0]}
+    wide = [depth for depth, window in enumerate(windows) if window is None]
+    assert released("gemma2", skipped_attention=wide).model.windows() == {windows[0]}
+
+
 def test_a_branch_of_which_something_is_left_stays() -> None:
     student = released(slices=2)
     shrink(student, whole(3), Cut(((0,), (1,), (2,), (4,)), ((1.0,),) * 4), skip=True)

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from dreamer_case import released
 from helpers import covering, tiny_model, tiny_spec, tokens
 from loop_case import NEW, OPTIONS, PROMPT, ROWS, SAMPLING, decoded, looped, naive, padded
 
 from ltconvert.convert.decoding import Decoder
 from ltconvert.convert.students.lt2_base import CACHE_NAME
+from ltconvert.convert.students.shared_cache import owners
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.errors import UserError
 
@@ -147,3 +149,12 @@ def test_a_cuda_graph_shares_as_single_launches_do(rows: int, dtype: torch.dtype
         assert torch.equal(graph.generate(ids, max_new_tokens=NEW), expected)
     if dtype == torch.float32:
         assert torch.equal(model.generate(ids, **LAST, **SAMPLING)[:, PROMPT:].cpu(), expected)
+
+
+def test_a_loop_that_skips_attention_has_no_keys_to_share() -> None:
+    """Of three layers and four loops: the last visits of layer 2, and one of layer 1 between."""
+    model = released("ouro", skipped_attention=[4, 8, 11])
+    assert owners(model.config, "last") == [9, 10, 5, 9, 4, 5, 9, 10, 8, 9, 10, 11]
+    whole = model.generate(**padded(), **LAST, **SAMPLING)
+    decoder = Decoder(model, 3, 11 + NEW, **LAST)
+    assert torch.equal(decoder.generate(**padded(), max_new_tokens=NEW), whole[:, 11:])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from dreamer_case import released
 from helpers import tiny_model, tiny_spec, tokens
 
 from ltconvert.convert.inspect import LayerFacts, model_facts
@@ -76,4 +77,10 @@ def test_kernels_need_no_mask_but_for_wide_heads_in_fp32(monkeypatch: pytest.Mon
 def test_a_student_without_softmax_has_its_teachers_masks() -> None:
     spec = tiny_spec()
     layers = model_facts(LT2Config.from_spec(spec, ["gdn"] * 3)).layers
+    assert mask_bytes(spec, layers, 1, 256, "fp32", "cpu") == 256**2 * (1 + 4)
+
+
+def test_depths_without_attention_have_no_mask() -> None:
+    spec, config = tiny_spec(), released(skipped_attention=[0, 2]).config
+    layers = model_facts(config).layers
     assert mask_bytes(spec, layers, 1, 256, "fp32", "cpu") == 256**2 * (1 + 4)

@@ -148,3 +148,9 @@ def test_plan_and_check_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     machine = Machine("test", 1 << 36, flops=1e12, bytes_per_second=1e10)
     made = plan(recipes.resolve(str(path)), tiny_spec(), "cpu", "fp32", machine=machine)
     assert any("student.slices 4 does nothing here" in line for line in summary_lines(made))
+
+
+def test_merged_pools_leave_nothing_to_skip() -> None:
+    given = ["student.pool_skip=true", "student.pool_cut=merge"]
+    (line,) = idle_settings(recipes.resolve("dreamer-half", overrides=given))
+    assert line.startswith("student.pool_skip true") and "student.pool_cut=drop" in line

@@ -14,8 +14,10 @@ def active_parameters(layer: DreamerLayer, depths: Sequence[int]) -> tuple[int, 
     """(All, those of attention and of what stands before it) that a visit multiplies by.
 
     Args:
-        depths: of the visits, of which this is the mean.
+        depths: of the visits, of which this is the mean; without any it is 0.
     """
+    if not depths:
+        return 0, 0
     config, last = layer.config, len(layer.windows) - 1
     attention = _share(layer.attention.parts(), Fraction(config.top_entries, config.entries))
     attention += layer.attention.core_parameters() + layer.attention_router.keys.numel()
