@@ -115,6 +115,24 @@ def tokens(rows: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def kept_bytes(model: LT2ForCausalLM, length: int, precision: str, **given: Any) -> int:
+    """Bytes that a pass over one row keeps for the backward pass, weights aside."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = x  # held, so that the address is not used again
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        state = model.model(tokens(1, length), **given).last_hidden_state
+    assert state.requires_grad
+    return sum(x.untyped_storage().nbytes() for x in found.values())
+
+
 def covering(*choices: Sequence[Any]) -> list[Any]:
     """All combinations, for ``parametrize``; ``slow`` but for some that hold every pair of values.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import covering, tiny_model, tiny_spec, tokens
+from helpers import covering, kept_bytes, tiny_model, tiny_spec, tokens
 from rich.console import Console
 
 from ltconvert import recipes
@@ -227,21 +227,7 @@ def test_activations_are_near_what_autograd_keeps(family: str, mixer: str, preci
     def kept(num_layers: int, length: int) -> int:
         config = config_of(num_layers)
         model = tiny_model(config.spec(), config.mixers, **small, dreamer=config.dreamer)
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        found: dict[int, torch.Tensor] = {}
-
-        def pack(x: torch.Tensor) -> torch.Tensor:
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in own:
-                found[storage.data_ptr()] = x  # held, so that the address is not used again
-            return x
-
-        bf16 = precision == "bf16"
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            state = model.model(tokens(1, length)).last_hidden_state
-        assert state.requires_grad
-        return sum(x.untyped_storage().nbytes() for x in found.values())
+        return kept_bytes(model, length, precision)
 
     grown = (kept(2, 128) - kept(1, 128)) - (kept(2, 64) - kept(1, 64))
     layer = model_facts(config_of(1)).layers[0]

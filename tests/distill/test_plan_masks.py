@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from dreamer_case import released
-from helpers import tiny_model, tiny_spec, tokens
+from helpers import kept_bytes, tiny_model, tiny_spec
 
 from ltconvert.convert.inspect import LayerFacts, model_facts
 from ltconvert.convert.students.lt2 import LT2Config
@@ -19,19 +19,8 @@ from ltconvert.kernels import dispatch
 def kept(spec: TeacherSpec, length: int, precision: str) -> int:
     """Bytes that a pass over packed documents keeps for the backward pass, weights aside."""
     model = tiny_model(spec, ["full", "gdn", "window"], window_tokens=16)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, torch.Tensor] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = x  # held, so that the address is not used again
-        return x
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        model.model(tokens(1, length), segment_ids=torch.arange(length)[None] // 40)
-    return sum(x.untyped_storage().nbytes() for x in found.values())
+    documents = torch.arange(length)[None] // 40
+    return kept_bytes(model, length, precision, segment_ids=documents)
 
 
 def facts(spec: TeacherSpec) -> Sequence[LayerFacts]:
