@@ -1,0 +1,117 @@
+"""Triton kernels compiled before their first launch, many at a time.
+
+Triton compiles a kernel where it is first launched: that thread waits, for one kernel after the
+other. Little of it is Python; the rest (MLIR, LLVM, ptxas) goes on in several threads at once.
+Which kernels there will be, of which types and constants, the ops say themselves: called on fake
+tensors, which have all but values, they launch nothing, and what they would launch is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NAMESPACE = "ltconvert"
+_MOST_THREADS = 8
+
+
+class Bodies(TorchDispatchMode):
+    """Run the body of our registered ops on fake tensors, where PyTorch asks for shapes alone."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What PyTorch calls in place of an op."""
+        if func.namespace == _NAMESPACE:
+            return OPDEFS[func.name().removesuffix(".default")]._init_fn(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class Ahead:
+    """What is being compiled; ``launch`` stands in for the launch of every kernel meanwhile.
+
+    Args:
+        launch: Triton's own, called with the kernel.
+        device: the GPU that is compiled for.
+    """
+
+    def __init__(self, launch: Callable[..., Any], device: torch.device) -> None:
+        self._launch = launch
+        self._coming: dict[Any, dict[Hashable, Future[Any]]] = {}  # by kernel, by what is known
+        self._threads = ThreadPoolExecutor(
+            max_workers=min(_MOST_THREADS, os.cpu_count() or 1),
+            thread_name_prefix="ltconvert-compile",
+            initializer=_use,
+            initargs=(device,),
+        )
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        """Compile in a thread if an argument is fake; else launch what may have to come first."""
+        coming = self._coming.get(kernel, {})
+        if not any(isinstance(x, FakeTensor) for x in args):
+            wait(list(coming.values()))
+            return self._launch(kernel, *args, grid=grid, warmup=warmup, **options)
+        known = tuple(x.dtype if isinstance(x, FakeTensor) else x for x in args)
+        key = (known, *options.items())
+        if key not in coming:
+            compiled = self._threads.submit(self._compile, kernel, known, grid, options)
+            self._coming[kernel] = {**coming, key: compiled}
+        return None
+
+    def finish(self) -> None:
+        """Wait for all. What failed fails again where it is needed."""
+        self._threads.shutdown(wait=True)
+
+    def _compile(
+        self, kernel: Any, known: tuple[Any, ...], grid: Any, options: dict[str, Any]
+    ) -> None:
+        """A dtype stands for a tensor that begins at a multiple of 16 bytes, as all of ours do."""
+        from triton.runtime.jit import MockTensor
+
+        args = map(MockTensor.wrap_dtype, known)
+        self._launch(kernel, *args, grid=grid, warmup=True, **options)
+
+
+@contextmanager
+def compiling_ahead(device: torch.device) -> Iterator[None]:
+    """Compile what ops launch on fake tensors, inside their mode; waits for it at the end.
+
+    Launches on real tensors go on meanwhile in other threads, each after what is being compiled of
+    its kernel.
+    """
+    launcher = _launcher()
+    own = launcher.run
+    ahead = Ahead(own, device)
+
+    def run(kernel: Any, *args: Any, **options: Any) -> Any:
+        return ahead.launch(kernel, *args, **options)
+
+    _use(device)
+    launcher.run = run
+    try:
+        with Bodies():
+            yield
+    finally:
+        ahead.finish()
+        launcher.run = own
+
+
+def _launcher() -> Any:
+    """The class of kernels, whose ``run`` launches them."""
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction
+
+
+def _use(device: torch.device) -> None:
+    """Let this thread use the GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
