@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ltconvert.convert.mixers import SequenceContext
-from ltconvert.convert.students.blocks import DecoderLayer, run_layer, show_layer
+from ltconvert.convert.students.blocks import DecoderLayer, show_layer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.calibrate import calibrate
 from ltconvert.distill.data import Batch
@@ -78,7 +78,6 @@ class AlignObjective:
     def compile_with(self, wrap: Wrap) -> None:
         """The teacher's layers, and the comparison of a mixer with its forward pass."""
         self._show, self._error = wrap(show_layer), wrap(mixer_error)
-        self.teacher.model.call_layer = wrap(run_layer)
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
@@ -93,18 +92,16 @@ class AlignObjective:
                 h_BTC, attention_mask=batch.mask_BT, segment_ids=batch.segment_ids_BT
             )
             if self._error is not mixer_error:
-                context.prepare(pupil.windows())
+                context.prepare(model.windows() | pupil.windows())
             state = model.start(h_BTC)
         for step in model.schedule[: self.end_slot]:
-            if step.layer not in self.layers:
-                with torch.no_grad():
-                    state = model.visit(step, state, context)
-                continue
             with torch.no_grad():
                 state = model.enter(step, state, context)
                 layer, here = model.layers[step.layer], model.context_of(step, context)
                 h_BTC, x_BTC, y_BTC = self._show(layer, state.h_BTC, here)
                 state = model.leave(step, state.with_stream(h_BTC))
+            if step.layer not in self.layers:
+                continue
             own = pupil.layers[step.layer]
             here = pupil.context_of(step, context)
             error, choice = self._error(own, x_BTC, y_BTC, here, batch.mask_BT)

@@ -7,9 +7,12 @@ layers there are, so that the first step is not long in coming. Nothing of a mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from threading import Thread
 from typing import Any, cast
 
 import torch
@@ -50,6 +53,20 @@ def choose(setting: CompileSetting, device: torch.device, steps: int) -> Choice:
     if steps < LEAST_STEPS:
         return Choice(False, f"{steps} steps are too few")
     return Choice(True, f"{steps} steps on a GPU")
+
+
+@cache
+def importing() -> Thread:
+    """A thread that imports what compiling needs, which takes seconds; the same one every time."""
+    thread = Thread(target=_import, daemon=True)
+    thread.start()
+    return thread
+
+
+def _import() -> None:
+    with suppress(ImportError):  # compiling says what is missing, and is done without
+        import_module("torch._inductor.compile_fx")
+        import_module("torch._dynamo.repro.after_dynamo")
 
 
 class Region:
@@ -100,7 +117,7 @@ def compiled(
     if not choice.compiled:
         yield
         return
-    import torch._dynamo  # takes seconds, so not before it is needed
+    importing().join()  # two threads must not import modules that need each other
 
     said: list[str] = []
 

@@ -21,7 +21,7 @@ import torch
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher
-from ltconvert.distill import align, logits, longctx, loop, select, shrink, summary
+from ltconvert.distill import align, compilation, logits, longctx, loop, select, shrink, summary
 from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.scores import heldout_rows, heldout_scores
@@ -287,6 +287,8 @@ def _opened(
         raise UserError(f"teacher {teacher.name} has no tokenizer; text cannot be tokenised")
     inherited(recipe, teacher.name, teacher.model.config)  # or refused
     join_processes(device)
+    if compilation.choose(recipe.runtime.compile, device, compilation.LEAST_STEPS).compiled:
+        compilation.importing()  # while the run is set up
     if precision == "auto":
         precision = recorded_precision(run_dir) or pick_precision(device)[0]
     lineage = Lineage(recipe, teacher, Shelf(run_dir, teacher.tokenizer, device), precision)

@@ -49,8 +49,10 @@ def warming(
     if device.type != "cuda" or not dispatch.TRITON_INSTALLED:
         yield
         return
-    step = FakeStep(objective, shape_BT, device)
-    thread = Thread(target=_warm, args=(step, precision, say), daemon=True)
+    thread = Thread(target=lambda: None)
+    with _saying_what_fails(say):
+        step = FakeStep(objective, shape_BT, device)
+        thread = Thread(target=_warm, args=(step, precision, say), daemon=True)
     thread.start()
     try:
         yield
@@ -59,10 +61,16 @@ def warming(
 
 
 def _warm(step: FakeStep, precision: str, say: Callable[[str], None]) -> None:
-    try:
+    with _saying_what_fails(say):
         step.run(precision)
+
+
+@contextmanager
+def _saying_what_fails(say: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
-        say(f"kernels are compiled one by one: {first_line(error)}")
+        say(f"kernels are compiled one after the other: {first_line(error)}")
 
 
 class FakeStep:

@@ -12,15 +12,18 @@ import os
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMESPACE = "ltconvert"
 _MOST_THREADS = 8
+THREADS = "ltconvert-compile"  # how their names begin
 
 
 class Bodies(TorchDispatchMode):
@@ -48,7 +51,7 @@ class Ahead:
         self._coming: dict[Any, dict[Hashable, Future[Any]]] = {}  # by kernel, by what is known
         self._threads = ThreadPoolExecutor(
             max_workers=min(_MOST_THREADS, os.cpu_count() or 1),
-            thread_name_prefix="ltconvert-compile",
+            thread_name_prefix=THREADS,
             initializer=_use,
             initargs=(device,),
         )
@@ -59,7 +62,7 @@ class Ahead:
         if not any(isinstance(x, FakeTensor) for x in args):
             wait(list(coming.values()))
             return self._launch(kernel, *args, grid=grid, warmup=warmup, **options)
-        known = tuple(x.dtype if isinstance(x, FakeTensor) else x for x in args)
+        known = tuple(_Pointer.of(x) if isinstance(x, FakeTensor) else x for x in args)
         key = (known, *options.items())
         if key not in coming:
             compiled = self._threads.submit(self._compile, kernel, known, grid, options)
@@ -70,14 +73,29 @@ class Ahead:
         """Wait for all. What failed fails again where it is needed."""
         self._threads.shutdown(wait=True)
 
-    def _compile(
-        self, kernel: Any, known: tuple[Any, ...], grid: Any, options: dict[str, Any]
-    ) -> None:
-        """A dtype stands for a tensor that begins at a multiple of 16 bytes, as all of ours do."""
-        from triton.runtime.jit import MockTensor
-
-        args = map(MockTensor.wrap_dtype, known)
+    def _compile(self, kernel: Any, args: Any, grid: Any, options: dict[str, Any]) -> None:
         self._launch(kernel, *args, grid=grid, warmup=True, **options)
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """What Triton looks at in a tensor: its type, and whether 16 bytes can be read at once."""
+
+    dtype: torch.dtype
+    aligned: bool
+
+    @classmethod
+    def of(cls, fake: Tensor) -> _Pointer:
+        """As a tensor of its own memory begins, which is aligned, or a view of one."""
+        return cls(fake.dtype, fake.storage_offset() * fake.element_size() % 16 == 0)
+
+    def data_ptr(self) -> int:
+        """Stands for the address."""
+        return 0 if self.aligned else 1
+
+    def ptr_range(self) -> int:
+        """Stands for the size of the memory, which some backends ask for."""
+        return 0
 
 
 @contextmanager
@@ -106,6 +124,8 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
 
 def _launcher() -> Any:
     """The class of kernels, whose ``run`` launches them."""
+    # Compiling imports it, and what imports each other is not for several threads at once.
+    import triton.compiler.code_generator  # noqa: F401
     from triton.runtime.jit import JITFunction
 
     return JITFunction
