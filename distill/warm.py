@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch
 from ltconvert.distill.objective import Objective
 from ltconvert.distill.precision import autocast
+from ltconvert.distill.processes import rank_and_world
 from ltconvert.errors import first_line
 from ltconvert.kernels import dispatch
 from ltconvert.kernels.ahead import compiling_ahead
@@ -39,25 +40,22 @@ def warming(
 ) -> Iterator[None]:
     """Compile the kernels of an objective's steps in the background, on a GPU.
 
-    What it misses is compiled where it is first launched, as without it.
+    What it misses is compiled where it is first launched, as without it. Not where processes train
+    together: a step may talk to the others.
 
     Args:
         objective: not yet compiled; nothing of it is touched.
         shape_BT: rows of a forward pass, tokens of a row.
         say: told in a line what went wrong, if anything.
     """
-    if device.type != "cuda" or not dispatch.TRITON_INSTALLED:
+    with ExitStack() as stack:
+        if device.type == "cuda" and dispatch.TRITON_INSTALLED and rank_and_world()[1] == 1:
+            with _saying_what_fails(say):
+                step = FakeStep(objective, shape_BT, device)
+                thread = Thread(target=_warm, args=(step, precision, say), daemon=True)
+                thread.start()
+                stack.callback(thread.join)
         yield
-        return
-    thread = Thread(target=lambda: None)
-    with _saying_what_fails(say):
-        step = FakeStep(objective, shape_BT, device)
-        thread = Thread(target=_warm, args=(step, precision, say), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
 
 
 def _warm(step: FakeStep, precision: str, say: Callable[[str], None]) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,7 +33,8 @@ class Bodies(TorchDispatchMode):
     ) -> Any:
         """What PyTorch calls in place of an op."""
         if func.namespace == _NAMESPACE:
-            return OPDEFS[func.name().removesuffix(".default")]._init_fn(*args, **(kwargs or {}))
+            op = torch._library.custom_ops.OPDEFS[func.name()]
+            return op._init_fn(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -63,7 +63,7 @@ class Ahead:
             wait(list(coming.values()))
             return self._launch(kernel, *args, grid=grid, warmup=warmup, **options)
         known = tuple(_Pointer.of(x) if isinstance(x, FakeTensor) else x for x in args)
-        key = (known, *options.items())
+        key = (*map(_form, known), *options.items())
         if key not in coming:
             compiled = self._threads.submit(self._compile, kernel, known, grid, options)
             self._coming[kernel] = {**coming, key: compiled}
@@ -75,6 +75,16 @@ class Ahead:
 
     def _compile(self, kernel: Any, args: Any, grid: Any, options: dict[str, Any]) -> None:
         self._launch(kernel, *args, grid=grid, warmup=True, **options)
+
+
+def _form(argument: Any) -> Any:
+    """What is compiled anew for: of a number no more than whether it is 1, a multiple of 16, long.
+
+    The constants of our kernels are given by name, which leaves them as they are.
+    """
+    if type(argument) is int:
+        return argument == 1, argument % 16 == 0, argument.bit_length() > 31
+    return type(argument) if isinstance(argument, float) else argument
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill import compilation
 from ltconvert.distill.align import AlignObjective
-from ltconvert.distill.compilation import Choice, choose, compiled
+from ltconvert.distill.compilation import Choice, choose, compiled, importing
 from ltconvert.distill.data import Batch
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.distill.parking import Parking
@@ -261,6 +261,19 @@ def test_a_process_that_has_run_nothing_yet_compiles_whole_layers() -> None:
     command = [sys.executable, "-P", "-c", "\n".join(lines)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_what_compiling_needs_is_imported_once() -> None:
+    thread = importing()
+    thread.join()
+    assert importing() is thread and "torch._inductor.compile_fx" in sys.modules
+
+
+def test_the_teacher_is_one_graph_in_align_whichever_layers_are_converted() -> None:
+    objective, counter = align("llama", FEW), CompileCounterWithBackend("eager")
+    with compiled(objective, ON, fail, backend=counter, fullgraph=True):
+        step(objective)
+    assert counter.frame_count == 2  # the teacher's layer, the mixer beside it
 
 
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,14 @@ def step(objective: Any, device: torch.device = CPU, precision: str = "fp32") ->
         objective.train_step(batch(device), lambda loss: loss.backward(), 0.0)
 
 
+def metrics(objective: Any) -> dict[str, torch.Tensor]:
+    """Of a step: the loss and the gradients."""
+    objective.module.zero_grad()
+    found = objective.train_step(batch(), lambda loss: loss.backward(), 0.0)
+    named = objective.module.named_parameters()
+    return {"loss": found["loss"]} | {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="its launches are replaced")
 @pytest.mark.parametrize(
     ("make", "family", "mixers"),
@@ -86,8 +94,14 @@ def test_a_fake_step_launches_what_a_real_one_does(
     found: set[tuple[Hashable, ...]] = set()
 
     def note(kernel: Any, args: Any, options: dict[str, Any]) -> None:
-        known = ((x.dtype, x.data_ptr() % 16 == 0) if hasattr(x, "dtype") else x for x in args)
+        # As Triton: it compiles anew for types, for multiples of 16, for 1 and for constants.
+        known = (
+            (x.dtype, x.data_ptr() % 16 == 0) if hasattr(x, "dtype") else number(x) for x in args
+        )
         found.add((kernel.fn.__name__, *known, *options.items()))
+
+    def number(x: Any) -> Any:
+        return (x % 16 == 0, x == 1) if type(x) is int else x
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         note(kernel, args, options)
@@ -118,6 +132,48 @@ def test_layers_like_earlier_ones_are_left_out_of_a_fake_step() -> None:
         assert [x.layer for x in model.schedule if x.loop == 0] == [0, 1, 5, 7]
         assert [x.layer for x in model.schedule if x.loop == max(loops) > 0] == [0, 7]
     assert {p.device.type for p in fake.module.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("make", "mixers"),
+    [
+        (align, ["gdn"]),
+        *(
+            pytest.param(make, ["gdn_window", "full"], marks=pytest.mark.slow)
+            for make in (align, logits)
+        ),
+    ],
+)
+def test_fake_steps_beside_a_compiler_that_traces(
+    make: Callable[..., Any], mixers: list[str]
+) -> None:
+    """Neither has a part in what the other does."""
+    objective, failed, count = make("llama", mixers), [], 0
+    if make is logits:  # without labels: on a CPU their number is looked at
+        objective.settings = objective.settings.model_copy(update={"ce_weight": 0.0})
+    expected = metrics(objective)
+    done = threading.Event()
+
+    def beside() -> None:
+        nonlocal count
+        try:
+            while not done.is_set():
+                fakes[count % 2].run("fp32")
+                count += 1
+        except Exception as error:
+            failed.append(error)
+
+    fakes = [FakeStep(objective, (ROWS, LENGTH), CPU) for _ in range(2)]
+    thread = threading.Thread(target=beside)
+    thread.start()
+    try:
+        with compiled(objective, Choice(True, "a test"), pytest.fail, backend="aot_eager"):
+            found = metrics(objective)
+    finally:
+        done.set()
+        thread.join()
+    assert not failed and count > 0
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_nothing_goes_on_in_the_background_of_a_cpu() -> None:

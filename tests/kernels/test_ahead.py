@@ -52,13 +52,14 @@ def test_fake_launches_compile_each_form_once_and_launch_nothing(kernel: Kernel)
     with FakeTensorMode(), ahead.compiling_ahead(torch.device("cpu")):
         assert kernel[(1,)](fake(3), 5, BLOCK=16) is None
         kernel[(2,)](fake(9)[8:], 5, BLOCK=16)  # the same type, as aligned, the same number
+        kernel[(1,)](fake(3), 7, BLOCK=16)  # a number like 5
         kernel[(1,)](fake(3)[1:], 5, BLOCK=64)
-        kernel[(1,)](fake(3), 6, BLOCK=16)
+        kernel[(1,)](fake(3), 32, BLOCK=16)
         kernel[(1,)](fake(3), 5, BLOCK=32)
     assert len(kernel.events) == 4 and set(kernel.events) == {
         ("compile", (torch.bfloat16, 0), 5, ("BLOCK", 16)),
         ("compile", (torch.bfloat16, 1), 5, ("BLOCK", 64)),
-        ("compile", (torch.bfloat16, 0), 6, ("BLOCK", 16)),
+        ("compile", (torch.bfloat16, 0), 32, ("BLOCK", 16)),
         ("compile", (torch.bfloat16, 0), 5, ("BLOCK", 32)),
     }
     assert Kernel.run is own
