@@ -1,11 +1,11 @@
 """The Triton kernel of ``gdn_window_step``: a program for each row and head does both parts.
 
-A program of the recurrence waits most of its time: for projections, and for other threads. The
-window's work fits in between, and two programs would have to find each other through memory, which
-takes longer than a window of 128 tokens.
+A program of the recurrence spends its time waiting, for projections and for other threads, and
+holds all it has to do for a window of 128 in registers. Two programs would have to meet in memory,
+by an atomic, and take as long for that as the window takes.
 
 What earlier steps have left in the ring is read first, like the state; the new key and value come
-from the projections, and what the slot held before counts as nothing.
+from the projections, and what their slot held before counts as nothing.
 
 N keys of a block, D channels. Exponentials are of 2.
 """
