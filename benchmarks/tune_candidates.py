@@ -89,9 +89,8 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
         {"TILE": 8192, "ELEMENTS": 64}, {"TILE": 4096}, {"TILE": 4096, "ELEMENTS": 64},
     ],
     "gdn_window_step": [
-        {"ELEMENTS": 64}, {"RING_TILE": 4096, "AHEAD": 4}, {"AHEAD": 1},
-        {"ELEMENTS": 64, "RING_TILE": 4096, "AHEAD": 4}, {"REGISTERS": 96},
-        {"TILE": 8192, "ELEMENTS": 64}, {"STAGES": 4}, {"RING_TILE": 4096, "STAGES": 5},
+        {"ELEMENTS": 64}, {"SHARE": 4}, {"AHEAD_TILE": 8192}, {"ELEMENTS": 64, "SHARE": 4},
+        {"TILE": 8192, "ELEMENTS": 64}, {"STAGES": 4}, {"SHARE": 4, "STAGES": 5},
     ],
     "decode_attention": [
         {"FETCHED": 0}, {"FETCHED": 128}, {"STAGES": 2}, {"STAGES": 4}, {"TILE": 2048, "STAGES": 5},

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ltconvert.kernels.gdn_step.kernels import recur
+from ltconvert.kernels.gdn_step.kernels import handed_on, recur
 from ltconvert.kernels.linear_kl.rows import tanh
 from ltconvert.kernels.overlap_kernels import fetch, let_go
 
@@ -27,9 +27,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _block(ptr, at_N, d_D, stride, slots, D: tl.constexpr):
-    """Keys or values of slots [N, D] as they are stored, zeros past the last."""
-    mask = (at_N < slots)[:, None] & (d_D < D)[None, :]
+def _block(ptr, at_N, counts_N, d_D, stride, D: tl.constexpr):
+    """Keys or values of slots [N, D] as they are stored; zeros where a slot does not count."""
+    mask = counts_N[:, None] & (d_D < D)[None, :]
     at_ND = at_N.to(tl.int64)[:, None] * stride + d_D[None, :]
     return tl.load(ptr + at_ND, mask=mask, other=0.0, cache_modifier=".cg")
 
@@ -63,15 +63,9 @@ def _capped(score, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _add_block(m_N, l_N, o_ND, k_ND, v_ND, q_D, counts_N, cap, CAPPED: tl.constexpr):
-    """Every row n of a block has a softmax of its own over the keys that pass it, so that threads
-    exchange nothing but scores until the end."""
+def _scores(k_ND, q_D, counts_N, cap, CAPPED: tl.constexpr):
     s_N = _capped(tl.sum(k_ND.to(tl.float32) * q_D[None, :], axis=1), cap, CAPPED)
-    s_N = tl.where(counts_N, s_N, float("-inf"))
-    v_ND = tl.where(counts_N[:, None], v_ND.to(tl.float32), 0.0)
-    top_N = tl.maximum(m_N, s_N)
-    shrink_N, p_N = tl.exp2(m_N - top_N), tl.exp2(s_N - top_N)
-    return top_N, l_N * shrink_N + p_N, o_ND * shrink_N[:, None] + p_N[:, None] * v_ND
+    return tl.where(counts_N, s_N, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -94,16 +88,18 @@ def window_step_kernel(
     in_D = d_D < D
     keys_ptr += row * key_row + head.to(tl.int64) * key_head
     values_ptr += row * value_row + head.to(tl.int64) * value_head
-    k_NDs, v_NDs = (), ()
-    for n in tl.static_range(AHEAD):
-        k_NDs = k_NDs + (_block(keys_ptr, n * BN + n_N, d_D, key_slot, slots, D),)
-        v_NDs = v_NDs + (_block(values_ptr, n * BN + n_N, d_D, value_slot, slots, D),)
-    if FETCH:
-        fetch(keys_ptr + AHEAD * BN * D, (slots - AHEAD * BN) * D, OVERLAP)
-        fetch(values_ptr + AHEAD * BN * D, (slots - AHEAD * BN) * D, OVERLAP)
     slot = tl.load(slot_ptr + row, cache_modifier=".cg").to(tl.int32)
     length = tl.minimum(tl.load(length_ptr + row, cache_modifier=".cg"), slots).to(tl.int32)
     outside = tl.load(outside_ptr + row, cache_modifier=".cg")
+    k_NDs, v_NDs = (), ()
+    for n in tl.static_range(AHEAD):
+        at_N = n * BN + n_N
+        counts_N = (at_N < length) & (at_N != slot)
+        k_NDs = k_NDs + (_block(keys_ptr, at_N, counts_N, d_D, key_slot, D),)
+        v_NDs = v_NDs + (_block(values_ptr, at_N, counts_N, d_D, value_slot, D),)
+    if FETCH:
+        fetch(keys_ptr + AHEAD * BN * D, (slots - AHEAD * BN) * D, OVERLAP)
+        fetch(values_ptr + AHEAD * BN * D, (slots - AHEAD * BN) * D, OVERLAP)
     cos_D, sin_D = _entries(cos_ptr, row, d_D, D), _entries(sin_ptr, row, d_D, D)
     others = recur(  # waits its turn
         pid, qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr,
@@ -121,29 +117,42 @@ def window_step_kernel(
     v_D = v_D.to(values_ptr.dtype.element_ty)
     tl.store(keys_ptr + slot.to(tl.int64) * key_slot + d_D, k_D, mask=in_D)
     tl.store(values_ptr + slot.to(tl.int64) * value_slot + d_D, v_D, mask=in_D)
+    own = _capped(tl.sum(k_D.to(tl.float32) * q_D, axis=0), cap, CAPPED)
+    q_D = handed_on(q_D, BK)
 
-    # The first row of a block begins with the new key, the others with nothing.
-    own_ND = tl.broadcast_to((k_D.to(tl.float32) * q_D)[None, :], BN, BK)
-    own_N = _capped(tl.sum(own_ND, axis=1), cap, CAPPED)
-    m_N = tl.where(n_N == 0, own_N, LOWEST)
-    l_N = tl.where(n_N == 0, 1.0, 0.0)
-    o_ND = l_N[:, None] * v_D.to(tl.float32)[None, :]
+    m_N = tl.full([BN], LOWEST, tl.float32)
+    l_N = tl.zeros([BN], tl.float32)
+    o_ND = tl.zeros([BN, BK], tl.float32)
+    if LONG:
+        # Every row n has a softmax of its own over the keys that pass it, so that threads exchange
+        # nothing but scores until the end.
+        for start in tl.range(AHEAD * BN, slots, BN, num_stages=STAGES):
+            at_N = start + n_N
+            counts_N = (at_N < length) & (at_N != slot)
+            k_ND = _block(keys_ptr, at_N, counts_N, d_D, key_slot, D)
+            v_ND = _block(values_ptr, at_N, counts_N, d_D, value_slot, D)
+            s_N = _scores(k_ND, q_D, counts_N, cap, CAPPED)
+            top_N = tl.maximum(m_N, s_N)
+            shrink_N, p_N = tl.exp2(m_N - top_N), tl.exp2(s_N - top_N)
+            m_N, l_N = top_N, l_N * shrink_N + p_N
+            o_ND = o_ND * shrink_N[:, None] + p_N[:, None] * v_ND.to(tl.float32)
+    scores, top_N = (), m_N
     for n in tl.static_range(AHEAD):
         at_N = n * BN + n_N
         counts_N = (at_N < length) & (at_N != slot)
-        m_N, l_N, o_ND = _add_block(m_N, l_N, o_ND, k_NDs[n], v_NDs[n], q_D, counts_N, cap, CAPPED)
+        scores = scores + (_scores(k_NDs[n], q_D, counts_N, cap, CAPPED),)
+        top_N = tl.maximum(top_N, scores[n])
+    m = tl.maximum(tl.max(top_N, axis=0), own)
     if LONG:
-        for start in tl.range(AHEAD * BN, slots, BN, num_stages=STAGES):
-            at_N = start + n_N
-            k_ND = _block(keys_ptr, at_N, d_D, key_slot, slots, D)
-            v_ND = _block(values_ptr, at_N, d_D, value_slot, slots, D)
-            counts_N = (at_N < length) & (at_N != slot)
-            m_N, l_N, o_ND = _add_block(m_N, l_N, o_ND, k_ND, v_ND, q_D, counts_N, cap, CAPPED)
-
-    m = tl.max(m_N, axis=0)
-    weight_N = tl.exp2(m_N - m)
-    total = tl.sum(l_N * weight_N, axis=0)
-    local_D = tl.sum(o_ND * weight_N[:, None], axis=0)
+        weight_N = tl.exp2(m_N - m)
+        l_N, o_ND = l_N * weight_N, o_ND * weight_N[:, None]
+    for n in tl.static_range(AHEAD):
+        p_N = tl.exp2(scores[n] - m)
+        l_N += p_N
+        o_ND += p_N[:, None] * v_NDs[n].to(tl.float32)
+    own = tl.exp2(own - m)
+    total = tl.sum(l_N, axis=0) + own
+    local_D = tl.sum(o_ND, axis=0) + own * v_D.to(tl.float32)
     log_sum = (m + tl.log2(total)) * LN_2
     share = tl.where(outside, tl.sigmoid(log_sum - rest), 1.0)
     local_D *= share / total

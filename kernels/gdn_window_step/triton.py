@@ -17,8 +17,9 @@ from ltconvert.kernels.gdn_window_step.kernels import window_step_kernel
 
 TILE, ELEMENTS = 16384, 32  # as in gdn_step
 REGISTERS: int | None = None  # as there
-RING_TILE = 8192  # keys times channels of a block of the ring; other than TILE, see kernels.py
-AHEAD = 2  # such blocks read before anything else: all of a window of 128 by 128
+SHARE = 2  # blocks of the ring have so many times fewer keys than tiles of the state have columns
+AHEAD_TILE = 16384  # keys times channels read before anything else: a window of 128 by 128 whole
+MOST_AHEAD = 4  # in as many blocks
 STAGES = 3  # blocks of the others on their way, the one at work counted
 
 
@@ -85,14 +86,13 @@ def _score_units(ring: Ring) -> tuple[float, float]:
 def _plan(width: int, taps: int, slots: int, side_by_side: bool) -> dict[str, int]:
     """The kernel's constants and its launch options."""
     block = triton.next_power_of_2(width)
-    keys = max(16, min(RING_TILE // block, triton.next_power_of_2(slots)))
-    # What does not fit into registers beside the state is left to the loop, or to fewer threads.
-    ahead = min(AHEAD, triton.cdiv(slots, keys))
+    state = plan(width, width, taps, TILE, ELEMENTS if block <= 128 else 2 * ELEMENTS, REGISTERS)
+    keys = max(16, min(state["BV"] // SHARE, triton.next_power_of_2(slots)))
+    ahead = min(triton.cdiv(slots, keys), max(1, AHEAD_TILE // (keys * block)), MOST_AHEAD)
     long = slots > ahead * keys
-    ahead = 1 if long else ahead
-    elements = ELEMENTS if block <= 128 else 2 * ELEMENTS
+    ahead = max(1, ahead // 2) if long else ahead  # a loop needs registers as well
     return {
         "BN": keys, "AHEAD": ahead, "LONG": long, "STAGES": STAGES,
         "FETCH": long and side_by_side,
-        **plan(width, width, taps, TILE, elements, REGISTERS),
+        **state,
     }  # fmt: skip

@@ -169,7 +169,6 @@ def test_windows_and_heads_of_many_blocks(before: str, monkeypatch: pytest.Monke
     """Of 16 slots, and of 16 columns."""
     from ltconvert.kernels.gdn_window_step import triton
 
-    monkeypatch.setattr(triton, "RING_TILE", 1)
     monkeypatch.setattr(triton, "TILE", 1)
     triton._plan.cache_clear()
     assert triton._plan(33, 1, 75, True)["LONG"] and triton._plan(33, 1, 75, True)["BLOCKS"] == 3
