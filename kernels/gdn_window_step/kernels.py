@@ -27,9 +27,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _block(ptr, at_N, counts_N, d_D, stride, D: tl.constexpr):
-    """Keys or values of slots [N, D] as they are stored; zeros where a slot does not count."""
-    mask = counts_N[:, None] & (d_D < D)[None, :]
+def _block(ptr, at_N, wanted_N, d_D, stride, D: tl.constexpr):
+    """Keys or values of slots [N, D] as they are stored; zeros where they are not wanted."""
+    mask = wanted_N[:, None] & (d_D < D)[None, :]
     at_ND = at_N.to(tl.int64)[:, None] * stride + d_D[None, :]
     return tl.load(ptr + at_ND, mask=mask, other=0.0, cache_modifier=".cg")
 
@@ -68,6 +68,13 @@ def _scores(k_ND, q_D, counts_N, cap, CAPPED: tl.constexpr):
     return tl.where(counts_N, s_N, float("-inf"))
 
 
+@triton.jit
+def _counted(v_ND, s_N):
+    """Values in fp32, 0 where a slot does not count: a weight of 0 is not enough beside NaN."""
+    counts_N = s_N > float("-inf")
+    return tl.where(counts_N[:, None], v_ND.to(tl.float32), 0.0)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def window_step_kernel(
     qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr, state_ptr,
@@ -88,18 +95,17 @@ def window_step_kernel(
     in_D = d_D < D
     keys_ptr += row * key_row + head.to(tl.int64) * key_head
     values_ptr += row * value_row + head.to(tl.int64) * value_head
-    slot = tl.load(slot_ptr + row, cache_modifier=".cg").to(tl.int32)
-    length = tl.minimum(tl.load(length_ptr + row, cache_modifier=".cg"), slots).to(tl.int32)
-    outside = tl.load(outside_ptr + row, cache_modifier=".cg")
     k_NDs, v_NDs = (), ()
     for n in tl.static_range(AHEAD):
-        at_N = n * BN + n_N
-        counts_N = (at_N < length) & (at_N != slot)
-        k_NDs = k_NDs + (_block(keys_ptr, at_N, counts_N, d_D, key_slot, D),)
-        v_NDs = v_NDs + (_block(values_ptr, at_N, counts_N, d_D, value_slot, D),)
+        at_N = n * BN + n_N  # all slots: to wait for the length would take longer
+        k_NDs = k_NDs + (_block(keys_ptr, at_N, at_N < slots, d_D, key_slot, D),)
+        v_NDs = v_NDs + (_block(values_ptr, at_N, at_N < slots, d_D, value_slot, D),)
     if FETCH:
         fetch(keys_ptr + AHEAD * BN * D, (slots - AHEAD * BN) * D, OVERLAP)
         fetch(values_ptr + AHEAD * BN * D, (slots - AHEAD * BN) * D, OVERLAP)
+    slot = tl.load(slot_ptr + row, cache_modifier=".cg").to(tl.int32)
+    length = tl.minimum(tl.load(length_ptr + row, cache_modifier=".cg"), slots).to(tl.int32)
+    outside = tl.load(outside_ptr + row, cache_modifier=".cg")
     cos_D, sin_D = _entries(cos_ptr, row, d_D, D), _entries(sin_ptr, row, d_D, D)
     others = recur(  # waits its turn
         pid, qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr,
@@ -149,7 +155,7 @@ def window_step_kernel(
     for n in tl.static_range(AHEAD):
         p_N = tl.exp2(scores[n] - m)
         l_N += p_N
-        o_ND += p_N[:, None] * v_NDs[n].to(tl.float32)
+        o_ND += p_N[:, None] * _counted(v_NDs[n], scores[n])
     own = tl.exp2(own - m)
     total = tl.sum(l_N, axis=0) + own
     local_D = tl.sum(o_ND, axis=0) + own * v_D.to(tl.float32)
