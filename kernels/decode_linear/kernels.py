@@ -125,6 +125,7 @@ def single_kernel(
         branch_factor = _factor(row, 1.0, 0.0, x_ptr, None, branch_eps, C)
     if norm_ptr is not None:
         factor = _factor(row, branch_factor, branch_offset, x_ptr, stream_ptr, eps, C)
+    written = tl.where(first == 0, C, 0)  # channels of the stream
     sums_OC = tl.zeros([BO, BC // VEC], tl.float32)
     up_sums_OC = sums_OC
     for start in range(0, C, AHEAD * BC):
@@ -134,8 +135,7 @@ def single_kernel(
             x_C = _stream(parts[n], branch_factor, branch_offset, x_ptr, stream_ptr)
             n_C = start + n * BC + c_C
             if h_ptr is not None:
-                mine_C = (n_C < C) & (first == 0)
-                tl.store(h_ptr + n_C, x_C.to(h_ptr.dtype.element_ty), mask=mine_C)
+                tl.store(h_ptr + n_C, x_C.to(h_ptr.dtype.element_ty), mask=n_C < written)
             if norm_ptr is not None:
                 x_C = scaled(x_C, factor, norm_C, offset, x_ptr)
             sums_OC += _products(weight_OC, x_C, VEC)
