@@ -110,22 +110,21 @@ def _run(
     branch_offset: float = 0.0,
 ) -> list[Tensor]:
     """[y], or with a stream [y, h]."""
-    y_BO, *h_BC = made = _new(x_BC, weight_OC, swiglu, stream_BC)
-    batch, outputs = y_BO.shape
+    made = _new(x_BC, weight_OC, swiglu, stream_BC)
+    batch, outputs = made[0].shape
     if not batch or not outputs:
         return made
     kernel, find = (single_kernel, _plan_single) if batch == 1 else (several_kernel, _plan_several)
     channels = x_BC.shape[1]
     plan = find(outputs, channels, x_BC.element_size(), swiglu, processors(x_BC.device))
-    small = [x if x is None else x.contiguous() for x in (bias_O, norm_weight_C, residual_BO)]
-    more: tuple[Any, ...] = (batch,)
+    own: tuple[Any, ...] = (batch,)
     if batch == 1:
-        own = [x if x is None else x.contiguous() for x in (branch_norm_weight_C, stream_BC)]
-        more = *own, *(h_BC or [None]), branch_eps, branch_offset
+        h_BC = None if stream_BC is None else made[1]
+        own = *_dense(branch_norm_weight_C, stream_BC), h_BC, branch_eps, branch_offset
     with torch.cuda.device_of(x_BC):
         kernel[(triton.cdiv(outputs, plan.constants["BO"]),)](
-            x_BC.contiguous(), weight_OC, *small, y_BO, outputs, weight_OC.stride(0),
-            norm_eps, norm_offset, *more, C=channels, SWIGLU=swiglu, ACTIVATION=activation,
+            x_BC.contiguous(), weight_OC, *_dense(bias_O, norm_weight_C, residual_BO), made[0],
+            outputs, weight_OC.stride(0), norm_eps, norm_offset, *own, C=channels, SWIGLU=swiglu, ACTIVATION=activation,
             **plan.constants, FETCH=plan.fetch and weight_OC.stride(0) == channels,
             **plan.launch,
             **overlap.options(x_BC.device, bias_O, norm_weight_C, branch_norm_weight_C),
@@ -144,6 +143,10 @@ def _output(x_BC: Tensor, weight_OC: Tensor, *inputs: Any) -> list[Tensor]:
 def _new(x_BC: Tensor, weight_OC: Tensor, swiglu: bool, stream_BC: Tensor | None) -> list[Tensor]:
     y_BO = x_BC.new_empty(x_BC.shape[0], weight_OC.shape[0] // (2 if swiglu else 1))
     return [y_BO] if stream_BC is None else [y_BO, x_BC.new_empty(x_BC.shape)]
+
+
+def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [x if x is None else x.contiguous() for x in tensors]
 
 
 @cache
