@@ -49,8 +49,14 @@ def _ahead(
 
 
 @triton.jit
+def _part(x_ptr, stream_ptr, branch_norm_C, c_C, C: tl.constexpr):
+    """What ``_stream`` reads of a block: (x, what x is a branch of, the branch's norm)."""
+    return (_row(x_ptr, c_C, C), _row(stream_ptr, c_C, C), branch_norm_C)
+
+
+@triton.jit
 def _stream(part, factor, offset, x_ptr, stream_ptr):
-    """A block of the stream in fp32, of (x, what x is a branch of, the branch's norm)."""
+    """A block of x in fp32, or of the stream that x has been added to."""
     x_C, before_C, weight_C = part
     h_C = x_C.to(tl.float32)
     if stream_ptr is not None:
@@ -111,15 +117,12 @@ def single_kernel(
 
     parts = ()
     for n in tl.static_range(AHEAD):
-        n_C = n * BC + c_C
-        parts = parts + ((_row(x_ptr, n_C, C), _row(stream_ptr, n_C, C), blocks[n][3]),)
+        parts = parts + (_part(x_ptr, stream_ptr, blocks[n][3], n * BC + c_C, C),)
     residual_O = optional(residual_ptr, o_O, in_O)
-    row = parts  # all of it, where a norm needs that: nothing waits for the block before
+    row = parts  # all of it for the norms; nothing waits for the block before
     for start in tl.static_range(AHEAD * BC, C, BC):
         n_C = start + c_C
-        row = row + (
-            (_row(x_ptr, n_C, C), _row(stream_ptr, n_C, C), _row(branch_norm_ptr, n_C, C)),
-        )
+        row = row + (_part(x_ptr, stream_ptr, _row(branch_norm_ptr, n_C, C), n_C, C),)
     branch_factor, factor = 1.0, 1.0
     if stream_ptr is not None:
         branch_factor = _factor(row, 1.0, 0.0, x_ptr, None, branch_eps, C)
@@ -146,7 +149,7 @@ def single_kernel(
                 weight_ptr, up_ptr, norm_ptr, branch_norm_ptr, at_O, n_C, in_O, C, SWIGLU
             )
             next_blocks = next_blocks + (block,)
-            next_parts = next_parts + ((_row(x_ptr, n_C, C), _row(stream_ptr, n_C, C), block[3]),)
+            next_parts = next_parts + (_part(x_ptr, stream_ptr, block[3], n_C, C),)
         blocks, parts = next_blocks, next_parts
 
     up_O = tl.sum(up_sums_OC, axis=1) if SWIGLU else 0.0

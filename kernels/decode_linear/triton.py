@@ -124,9 +124,9 @@ def _run(
     with torch.cuda.device_of(x_BC):
         kernel[(triton.cdiv(outputs, plan.constants["BO"]),)](
             x_BC.contiguous(), weight_OC, *_dense(bias_O, norm_weight_C, residual_BO), made[0],
-            outputs, weight_OC.stride(0), norm_eps, norm_offset, *own, C=channels, SWIGLU=swiglu, ACTIVATION=activation,
-            **plan.constants, FETCH=plan.fetch and weight_OC.stride(0) == channels,
-            **plan.launch,
+            outputs, weight_OC.stride(0), norm_eps, norm_offset, *own,
+            C=channels, SWIGLU=swiglu, ACTIVATION=activation, **plan.constants,
+            FETCH=plan.fetch and weight_OC.stride(0) == channels, **plan.launch,
             **overlap.options(x_BC.device, bias_O, norm_weight_C, branch_norm_weight_C),
         )  # fmt: skip
     return made
