@@ -161,7 +161,7 @@ def _add(
 ) -> Stream:
     """residual + norm(linear(x)), or with ``outer`` norm(residual + linear(x))."""
     if isinstance(norm, RMSNorm) and not outer:
-        return Stream(residual_BC, decode_linear(x_BM, linear.weight, linear.bias), norm)
+        return Stream(residual_BC, (decode_linear(x_BM, linear.weight, linear.bias), norm))
     h_BC = decode_linear(x_BM, linear.weight, linear.bias, residual_BO=residual_BC)
     return Stream(normed(h_BC, norm) if isinstance(norm, RMSNorm) else h_BC)
 

@@ -114,9 +114,9 @@ class Step:
         The norm at the very end is part of the head's product.
         """
         decoder, last = self.model.model, self.model.model.schedule[-1]
-        left = at_end = visit is self.closing
+        left = visit is self.closing
+        asked = None if left else leaves
         closes = decoder.spec.norm_closes(visit.loop) and visit is not last
-        asked = None if at_end else leaves
         behind = stream
         if closes or asked is not None:
             stream = Stream(stream.settled())

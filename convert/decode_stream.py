@@ -24,33 +24,26 @@ class Stream:
 
     Attributes:
         h_BC: [B, C].
-        branch_BC: what is yet to be normed and added; None where nothing is.
-        norm: of the branch.
+        branch: what is yet to be normed and added, [B, C], and the norm; None where nothing is.
     """
 
     h_BC: Tensor
-    branch_BC: Tensor | None = None
-    norm: RMSNorm | None = None
+    branch: tuple[Tensor, RMSNorm] | None = None
 
     def settled(self) -> Tensor:
         """The stream itself, [B, C]: a launch where a branch is yet to be added."""
-        if self.branch_BC is None:
-            return self.h_BC
-        assert self.norm is not None
-        return normed(self.branch_BC, self.norm, self.h_BC)
+        return self.h_BC if self.branch is None else normed(*self.branch, self.h_BC)
 
     def product(
         self, weight_OC: Tensor, bias_O: Tensor | None, norm: nn.Module, **gate: Any
     ) -> tuple[Tensor, Tensor]:
         """(linear(norm(stream)) [B, O], the stream [B, C]); ``gate`` as in ``decode_linear``."""
         options = {**norm_of(norm), **gate}
-        if self.branch_BC is None:
+        if self.branch is None:
             return decode_linear(self.h_BC, weight_OC, bias_O, **options), self.h_BC
-        assert self.norm is not None
-        branch = {f"branch_{name}": value for name, value in norm_of(self.norm).items()}
-        return decode_add_linear(
-            self.branch_BC, weight_OC, bias_O, stream_BC=self.h_BC, **branch, **options
-        )
+        branch_BC, branch_norm = self.branch
+        options |= {f"branch_{name}": value for name, value in norm_of(branch_norm).items()}
+        return decode_add_linear(branch_BC, weight_OC, bias_O, stream_BC=self.h_BC, **options)
 
 
 def normed(x_BC: Tensor, norm: RMSNorm, residual_BC: Tensor | None = None) -> Tensor:
