@@ -1,8 +1,8 @@
 """The Triton kernel of ``gdn_window_step``: a program for each row and head does both parts.
 
-A program of the recurrence spends its time waiting, for projections and for other threads, and
-holds all it has to do for a window of 128 in registers. Two programs would have to meet in memory,
-by an atomic, and take as long for that as the window takes.
+A program of the recurrence waits most of its time, and a window of 128 fits into its registers
+beside the state. Two programs would have to meet in memory by an atomic, which is about as long a
+chain as that window's.
 
 What earlier steps have left in the ring is read first, like the state; the new key and value come
 from the projections, and what their slot held before counts as nothing.
@@ -48,8 +48,7 @@ def _turned(x_ptr, cos_D, sin_D, d_D, D: tl.constexpr, ROPE: tl.constexpr):
     """A head of q or k at its position, [D] in fp32."""
     x_D = tl.load(x_ptr + d_D, mask=d_D < D, other=0.0).to(tl.float32)
     if ROPE:
-        other_D = tl.where(d_D < D // 2, d_D + D // 2, d_D - D // 2)  # seen to lie side by side
-        half_D = tl.load(x_ptr + other_D, mask=d_D < D, other=0.0).to(tl.float32)
+        half_D = tl.load(x_ptr + (d_D + D // 2) % D, mask=d_D < D, other=0.0).to(tl.float32)
         half_D = tl.where(d_D < D // 2, -half_D, half_D)
         x_D = x_D * cos_D.to(tl.float32) + half_D * sin_D.to(tl.float32)
     return x_D
