@@ -90,7 +90,7 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
         {"TILE": 8192, "ELEMENTS": 64}, {"TILE": 4096}, {"TILE": 4096, "ELEMENTS": 64},
     ],
     "gdn_window_step": [
-        {"ELEMENTS": 64}, {"SHARE": 4}, {"AHEAD_TILE": 8192}, {"ELEMENTS": 64, "SHARE": 4},
+        {"ELEMENTS": 64}, {"SHARE": 4}, {"AHEAD_BYTES": 2**14}, {"ELEMENTS": 64, "SHARE": 4},
         {"TILE": 8192, "ELEMENTS": 64}, {"STAGES": 4}, {"SHARE": 4, "STAGES": 5},
     ],
     "decode_attention": [

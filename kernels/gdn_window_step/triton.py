@@ -18,7 +18,7 @@ from ltconvert.kernels.gdn_window_step.kernels import window_step_kernel
 TILE, ELEMENTS = 16384, 32  # as in gdn_step
 REGISTERS: int | None = None  # as there
 SHARE = 2  # blocks of the ring have so many times fewer keys than tiles of the state have columns
-AHEAD_TILE = 16384  # keys times channels read before anything else: a window of 128 by 128 whole
+AHEAD_BYTES = 2**15  # of keys that are read before anything else: all of 128 by 128 in bf16
 MOST_AHEAD = 4  # in as many blocks
 STAGES = 3  # blocks of the others on their way, the one at work counted
 
@@ -61,14 +61,15 @@ def gdn_window_step(
     rest_BH = ring.rest_BH if ring.rest_BH.stride(1) == 1 else ring.rest_BH.contiguous()
     keys_BHSD, values_BHSD = ring.keys_BHSD, ring.values_BHSD
     side_by_side = keys_BHSD.stride(2) == values_BHSD.stride(2) == width
+    slots, bytes_each = keys_BHSD.shape[2], keys_BHSD.element_size()
+    constants = _plan(width, taps, slots, bytes_each, side_by_side)
     with torch.cuda.device_of(qkv_BC):
         window_step_kernel[(batch * heads,)](
             *given.tensors, scale, eps, beta_factor, *given.rows, keys_BHSD, values_BHSD, slots_B,
             lengths_B, outside_B, rest_BH, cos_BD, sin_BD, y_BHD, *_score_units(ring),
-            keys_BHSD.shape[2], *keys_BHSD.stride()[:3], *values_BHSD.stride()[:3],
+            slots, *keys_BHSD.stride()[:3], *values_BHSD.stride()[:3],
             rest_BH.stride(0), heads, width, taps, activation == "silu", gate_fn, NORM_EPS,
-            ring.soft_cap is not None, **_plan(width, taps, keys_BHSD.shape[2], side_by_side),
-            **early,
+            ring.soft_cap is not None, **constants, **early,
         )  # fmt: skip
     given.put_back(state_BHDD, conv_history_BCP)
     return y_BHD
@@ -83,12 +84,13 @@ def _score_units(ring: Ring) -> tuple[float, float]:
 
 
 @cache
-def _plan(width: int, taps: int, slots: int, side_by_side: bool) -> dict[str, int]:
+def _plan(width: int, taps: int, slots: int, bytes_each: int, side_by_side: bool) -> dict[str, int]:
     """The kernel's constants and its launch options."""
     block = triton.next_power_of_2(width)
     state = plan(width, width, taps, TILE, ELEMENTS if block <= 128 else 2 * ELEMENTS, REGISTERS)
     keys = max(16, min(state["BV"] // SHARE, triton.next_power_of_2(slots)))
-    ahead = min(triton.cdiv(slots, keys), max(1, AHEAD_TILE // (keys * block)), MOST_AHEAD)
+    fitting = max(1, AHEAD_BYTES // (keys * block * bytes_each))
+    ahead = min(triton.cdiv(slots, keys), fitting, MOST_AHEAD)
     long = slots > ahead * keys
     ahead = max(1, ahead // 2) if long else ahead  # a loop needs registers as well
     return {
