@@ -9,7 +9,7 @@ layer add up over its visits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,10 @@ class AlignObjective:
     def compile_with(self, wrap: Wrap) -> None:
         """The teacher's layers, and the comparison of a mixer with its forward pass."""
         self._show, self._error = wrap(show_layer), wrap(mixer_error)
+
+    def work(self, progress: float) -> Hashable | None:
+        """The same in all steps."""
+        return ()
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float

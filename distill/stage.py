@@ -74,6 +74,7 @@ class StageInputs:
             device=self.device,
             seed=self.seed,
             compile=self.recipe.runtime.compile,
+            cuda_graph=self.recipe.runtime.cuda_graph,
         )
 
     def warming(
