@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _NAMESPACE = "ltconvert"
 _MOST_THREADS = 8
 THREADS = "ltconvert-compile"  # how their names begin
+BUSY = Lock()  # held while kernels are compiled ahead
 
 
 class Bodies(TorchDispatchMode):
@@ -115,21 +117,22 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
     Launches on real tensors go on meanwhile in other threads, each after what is being compiled of
     its kernel.
     """
-    launcher = _launcher()
-    own = launcher.run
-    ahead = Ahead(own, device)
+    with BUSY:
+        _use(device)
+        launcher = _launcher()
+        own = launcher.run
+        ahead = Ahead(own, device)
 
-    def run(kernel: Any, *args: Any, **options: Any) -> Any:
-        return ahead.launch(kernel, *args, **options)
+        def run(kernel: Any, *args: Any, **options: Any) -> Any:
+            return ahead.launch(kernel, *args, **options)
 
-    _use(device)
-    launcher.run = run
-    try:
-        with Bodies():
-            yield
-    finally:
-        ahead.finish()
-        launcher.run = own
+        launcher.run = run
+        try:
+            with Bodies():
+                yield
+        finally:
+            ahead.finish()
+            launcher.run = own
 
 
 def _launcher() -> Any:
