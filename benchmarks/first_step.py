@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 import torch
 
-from ltconvert.benchmarks.step_models import random_batch, smollm2_135m
+from ltconvert.benchmarks.step_models import mixers_of, random_batch, smollm2_135m
 from ltconvert.benchmarks.timing import synchronize
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.convert.transfer import build_student
@@ -42,7 +42,6 @@ from ltconvert.distill.objective import Objective
 from ltconvert.distill.optim import build_optimizer
 from ltconvert.distill.precision import autocast
 from ltconvert.distill.resume import trainable
-from ltconvert.distill.selection.simple import uniform_layers
 from ltconvert.distill.warm import warming
 from ltconvert.kernels import ahead as ahead_of_launch
 from ltconvert.kernels import dispatch
@@ -107,9 +106,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     spec = smollm2_135m(tiny=arguments.tiny)
     teacher = LT2ForCausalLM(LT2Config.from_spec(spec)).to(device).eval().requires_grad_(False)
-    kept = uniform_layers(round(spec.num_layers / 4), spec.num_layers)
-    mixers = ["full" if i in kept else arguments.mixer for i in range(spec.num_layers)]
-    student = build_student(teacher, mixers, share=True)
+    student = build_student(teacher, mixers_of(spec, arguments.mixer), share=True)
     batch = random_batch(spec, arguments.rows, arguments.length, device)
     began = psutil.Process().create_time()
     with _noted() as compilations, dispatch.use("triton" if device.type == "cuda" else "auto"):

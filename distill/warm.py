@@ -51,7 +51,7 @@ def warming(
     with ExitStack() as stack:
         if device.type == "cuda" and dispatch.TRITON_INSTALLED and rank_and_world()[1] == 1:
             with _saying_what_fails(say):
-                step = FakeStep(objective, shape_BT, device)
+                step = FakeStep(objective, shape_BT)
                 thread = Thread(target=_warm, args=(step, precision, say), daemon=True)
                 thread.start()
                 stack.callback(thread.join)
@@ -74,10 +74,9 @@ def _saying_what_fails(say: Callable[[str], None]) -> Iterator[None]:
 class FakeStep:
     """A step of an objective whose parameters and batch are fake."""
 
-    def __init__(
-        self, objective: Objective, shape_BT: tuple[int, int], device: torch.device
-    ) -> None:
-        self.device, self.mode = device, FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(self, objective: Objective, shape_BT: tuple[int, int]) -> None:
+        self.device = next(objective.module.parameters()).device  # numbered, for other threads
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         memo: dict[int, Any] = {}
         for model in _models(objective):
             memo |= {id(x): self._parameter(x) for x in model.parameters()}

@@ -115,7 +115,7 @@ def test_a_fake_step_launches_what_a_real_one_does(
     )
     objective = make(family, mixers)
     with dispatch.use("triton"):
-        FakeStep(objective, (ROWS, LENGTH), CPU).run("fp32")
+        FakeStep(objective, (ROWS, LENGTH)).run("fp32")
         assert all(p.grad is None for p in objective.module.parameters())
         compiled_ahead = set(found)
         assert InterpretedFunction.run is launch  # put back
@@ -126,7 +126,7 @@ def test_a_fake_step_launches_what_a_real_one_does(
 
 def test_layers_like_earlier_ones_are_left_out_of_a_fake_step() -> None:
     mixers = ["gdn", "full", "gdn", "gdn", "full", "window", "gdn", "gdn"]
-    fake = FakeStep(logits("ouro", mixers), (ROWS, LENGTH), CPU).objective
+    fake = FakeStep(logits("ouro", mixers), (ROWS, LENGTH)).objective
     for model in (fake.teacher.model, fake.module.model):
         loops = {x.loop for x in model.schedule}
         assert [x.layer for x in model.schedule if x.loop == 0] == [0, 1, 5, 7]
@@ -163,7 +163,7 @@ def test_fake_steps_beside_a_compiler_that_traces(
         except Exception as error:
             failed.append(error)
 
-    fakes = [FakeStep(objective, (ROWS, LENGTH), CPU) for _ in range(2)]
+    fakes = [FakeStep(objective, (ROWS, LENGTH)) for _ in range(2)]
     thread = threading.Thread(target=beside)
     thread.start()
     try:
