@@ -22,6 +22,7 @@ from ltconvert.convert.decode_layers import (
     norm_of,
     normed,
 )
+from ltconvert.convert.decode_lookup import Lookup
 from ltconvert.convert.decode_sparse import BlockSparseAttentionStep, SparseAttentionStep
 from ltconvert.convert.mixers.attention import Attention
 from ltconvert.convert.mixers.dsa import SparseAttention
@@ -64,9 +65,15 @@ class Step:
         # A Dreamer may go on behind the visit that closed its only loop.
         self.closing = [visit for visit in model.model.schedule if visit.closes_loop][-1]
         kinds = [layer for layer in cache.layers if isinstance(layer, StaticKeys)]
-        self.sizes = sorted({layer.slots for layer in kinds})
         both = [layer for layer in kinds if isinstance(layer, StaticKeysAndState)]
         self.windows = sorted({layer.window for layer in both if layer.window is not None})
+        sizes = sorted({layer.slots for layer in kinds})
+        device = cache.lengths_B.device
+        self.lookup = Lookup(model.model._ropes, sizes, cache.max_length, device)
+        shape = cache.batch, model.model.spec.num_attention_heads
+        with torch.inference_mode(False):
+            self.first_B = torch.zeros_like(cache.lengths_B)
+            self.arrivals_BH = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def __call__(self, token_B: Tensor) -> Tensor:
         """One token a row at the position that its length says; lengths grow by one."""
@@ -101,8 +108,8 @@ class Step:
                 h_BC = h_BC + decoder.loop_residual[visit.loop].to(h_BC.dtype) * loop_in_BC
             if visit.closes_loop:
                 h_BC, left = self._close(visit, h_BC, leaves)
-        self.cache.lengths_B += 1
         logits_BV = decode_linear(h_BC, self.model.head_weight, **norm_of(decoder.norm))
+        self.cache.lengths_B += 1  # not ahead of the head, which begins early
         cap = self.model.config.final_softcap
         return logits_BV if cap is None else cap * torch.tanh(logits_BV / cap)
 
@@ -124,16 +131,17 @@ class Step:
 
     def _now(self, kept: dict[LayerStep, Tensor] | None) -> Now:
         lengths_B = self.cache.lengths_B
-        ropes = self.model.model._ropes.items()
-        tables = {name: rope(lengths_B[:, None]) for name, rope in ropes}
+        found = self.lookup(lengths_B)
+        tables = {name: (cos[:, None], sin[:, None]) for name, (cos, sin) in found.rope.items()}
         stream = depth_stream(self.model.model, tables)
         return Now(
-            rope={name: (cos[:, 0], sin[:, 0]) for name, (cos, sin) in tables.items()},
+            rope=found.rope,
             positions_B=lengths_B,
-            slots={size: lengths_B % size for size in self.sizes},
-            used={size: (lengths_B + 1).clamp(max=size) for size in self.sizes},
+            slots=found.slots,
+            used=found.used,
             outside={window: lengths_B >= window for window in self.windows},
-            first=torch.zeros_like(lengths_B),
+            first=self.first_B,
+            arrivals=self.arrivals_BH,
             kept=kept,
             depth=None if stream is None else DepthNow(stream),
         )

@@ -24,9 +24,9 @@ def share(length_ptr, slots, part, parts, BN: tl.constexpr):
     which may still hold that of the step before.
     """
     length = tl.minimum(tl.load(length_ptr, cache_modifier=".cg"), slots).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(length, parts), BN) * BN
-    begin = part * share
-    return begin, tl.minimum(begin + share, length)
+    each = tl.cdiv(tl.cdiv(length, parts), BN) * BN
+    begin = part * each
+    return begin, tl.minimum(begin + each, length)
 
 
 @triton.jit
@@ -51,8 +51,9 @@ def own(
         WIDTH, D, BW, NORM,
     ).to(k_to.dtype.element_ty)  # fmt: skip
     v_D = tl.load(v_from + first + d_D, mask=in_D, other=0.0)
-    tl.store(k_to + d_D, k_D, mask=in_D & mine)
-    tl.store(v_to + d_D, v_D, mask=in_D & mine)
+    written_D = d_D < tl.where(mine, D, 0)
+    tl.store(k_to + d_D, k_D, mask=written_D)
+    tl.store(v_to + d_D, v_D, mask=written_D)
     return k_D.to(tl.float32), v_D.to(tl.float32)
 
 
