@@ -107,7 +107,7 @@ class AttentionStep(LayerStep):
 
     def attend(self, qkv_BM: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
         """q, k and v side by side -> outputs of the heads, [B, H, D]; k and v are kept."""
-        mixer = self.layer.mixer
+        mixer: Any = self.layer.mixer
         norms = _head_norms(mixer)
         return attended(qkv_BM, mixer.spec, mixer.rope_name, cache_layer, now, **norms)
 
