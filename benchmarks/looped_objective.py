@@ -5,7 +5,7 @@ B rows, T tokens, N of all rows, C hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -38,6 +38,10 @@ class LoopedObjective:
     def compile_with(self, wrap: Wrap) -> None:
         """The layers."""
         self.module.model.call_layer = wrap(run_layer)
+
+    def work(self, progress: float) -> Hashable | None:
+        """The same in all steps."""
+        return ()
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float

@@ -1,15 +1,16 @@
 """Speed of a whole training step of stage `logits` on SmolLM2-135M's shape, random weights.
 
     python benchmarks/step.py [--kernel reference triton] [--compile off layers] [--rows 8]
+    python benchmarks/step.py --student hybrid-window --graph off auto
     python benchmarks/step.py --student dreamer --release 0.5
 
 A line a variant, each as soon as it is measured, all in one process on the same batch: first the
-package's own step by kernel backend, without and with its layers compiled as training compiles
-them, and last `plain`, what one writes without this package (the same models in plain PyTorch,
-whole logits, KL by autograd). A step is teacher forward, student forward and backward, clipping and
-optimiser. The first step's loss has to be that of the first variant, or no speed is shown. FLOPs
-are those of `distill.planning.work`, without recomputation. Of a Dreamer all is of the recipe's
-sizes and FLOPs those of its released routing; it has no plain variant.
+package's own step by kernel backend, without and with its layers compiled and its launches recorded
+as training does it, and last `plain`, what one writes without this package (the same models in
+plain PyTorch, whole logits, KL by autograd). A step is teacher forward, student forward and
+backward, clipping and optimiser. The first step's loss has to be that of the first variant, or no
+speed is shown. FLOPs are those of `distill.planning.work`, without recomputation. Of a Dreamer all
+is of the recipe's sizes and FLOPs those of its released routing; it has no plain variant.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import gc
 import sys
 import time
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ltconvert.benchmarks.harness import reason
 from ltconvert.benchmarks.step_models import (
+    HYBRIDS,
     PlainObjective,
     random_batch,
     smollm2_135m,
@@ -36,10 +39,12 @@ from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill.compilation import Choice, compiled
+from ltconvert.distill.data import Batch
 from ltconvert.distill.gradients import NORM, Gradients
 from ltconvert.distill.logits import LogitsObjective, frozen_copy, own_copy
 from ltconvert.distill.optim import build_optimizer
 from ltconvert.distill.precision import autocast
+from ltconvert.distill.recording import PLAIN, Passes
 from ltconvert.distill.resume import trainable
 from ltconvert.kernels import dispatch
 from ltconvert.recipes.stages import LogitsSettings
@@ -55,13 +60,15 @@ class Variant:
 
     kernel: str | None
     compile: str = "off"
+    graph: str = "off"
 
     @property
     def name(self) -> str:
         """For the table."""
         if self.kernel is None:
             return "plain"
-        return self.kernel + ("" if self.compile == "off" else f", {self.compile} compiled")
+        compiled = "" if self.compile == "off" else f", {self.compile} compiled"
+        return self.kernel + compiled + ("" if self.graph == "off" else ", recorded")
 
 
 @dataclass
@@ -79,8 +86,9 @@ def main() -> int:
     arguments = _parse()
     device = torch.device(arguments.device)
     spec = smollm2_135m(tiny=arguments.tiny)
-    variants = [Variant(kernel, x) for kernel in arguments.kernel for x in arguments.compile]
-    if not arguments.no_plain and arguments.student == "hybrid":
+    choices = product(arguments.kernel, arguments.compile, arguments.graph)
+    variants = [Variant(*choice) for choice in choices]
+    if not arguments.no_plain and arguments.student in HYBRIDS:
         variants.append(Variant(None))
     size = 256 if arguments.tiny else 8192
     measured_tflops = product_tflops(device, size)
@@ -145,12 +153,13 @@ def _parse() -> argparse.Namespace:
         choices=("auto", "reference", "triton"),
     )
     parser.add_argument("--compile", nargs="+", default=["off"], choices=("off", "layers"))
+    parser.add_argument("--graph", nargs="+", default=["off"], choices=("off", "auto"))
     parser.add_argument("--no-plain", action="store_true", help="leave the plain step out")
-    parser.add_argument("--student", default="hybrid", choices=("hybrid", "dreamer"))
+    parser.add_argument("--student", default="hybrid", choices=(*HYBRIDS, "dreamer"))
     parser.add_argument("--release", type=float, default=1.0, help="Dreamer: share of routing")
     parser.add_argument("--rows", type=int, default=8, help="rows a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens a row")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps, after two more")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, after three more")
     parser.add_argument("--limit", type=float, default=240, help="seconds a variant may take")
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a toy model, to try this file")
@@ -170,24 +179,30 @@ def measure(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
-    def step() -> Tensor:
+    problems: list[str] = []
+
+    def run(batch: Batch, progress: float) -> dict[str, Tensor]:
         with autocast(device, "bf16"):
-            progress = arguments.release  # all of the steps release
-            values = objective.train_step(batch, lambda loss: loss.backward(), progress)
+            return objective.train_step(batch, lambda loss: loss.backward(), progress)
+
+    passes = Passes(objective, run, on=variant.graph == "auto", say=problems.append)
+
+    def step() -> Tensor:
+        values = passes(batch, arguments.release)  # all of the steps release
         norms = gradients.clip(settings.clip_norm)
         if device.type == "cuda":
             gradients.guard(values["loss"], norms[NORM])
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=not passes.on)
         return values["loss"]
 
-    problems: list[str] = []
     choice = Choice(variant.compile == "layers", "as asked")
     with dispatch.use(variant.kernel or "reference"), compiled(objective, choice, problems.append):
         begun = time.perf_counter()
         loss = float(step())
         first = time.perf_counter() - begun
-        step()
+        for _ in range(PLAIN):
+            step()
         if problems:
             raise RuntimeError(problems[0])
         synchronize(device)

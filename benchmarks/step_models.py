@@ -77,16 +77,19 @@ def smollm2_135m(*, tiny: bool = False) -> TeacherSpec:
     )
 
 
-def mixers_of(spec: TeacherSpec) -> list[str]:
+HYBRIDS = {"hybrid": "gdn", "hybrid-window": "gdn_window"}  # what three quarters of the layers are
+
+
+def mixers_of(spec: TeacherSpec, other: str) -> list[str]:
     """A quarter of the layers stays full, evenly spaced."""
     full = uniform_layers(round(spec.num_layers / 4), spec.num_layers)
-    return ["full" if i in full else "gdn" for i in range(spec.num_layers)]
+    return ["full" if i in full else other for i in range(spec.num_layers)]
 
 
 def student_config(spec: TeacherSpec, kind: str) -> LT2Config:
-    """The hybrid student, or the recipe's Dreamer."""
-    if kind == "hybrid":
-        return LT2Config.from_spec(spec, mixers_of(spec))
+    """A hybrid student, or the recipe's Dreamer."""
+    if kind in HYBRIDS:
+        return LT2Config.from_spec(spec, mixers_of(spec, HYBRIDS[kind]))
     settings = recipes.resolve("dreamer").student.model_dump()
     return LT2Config.from_spec(spec, dreamer=dreamer_options(spec, settings))
 

@@ -73,7 +73,8 @@ def _several(outputs: int, block: int, stages: int, warps: int, **more: Any) -> 
 
 CANDIDATES: dict[str, list[dict[str, Any]]] = {
     "decode_linear": [
-        {"FETCH": True}, _single(4, 2048, 2, 4), _single(4, 4096, 1, 4), _single(4, 4096, 2, 8),
+        {"FETCH": True}, {"ADDED_BLOCKS": 0},
+        _single(4, 2048, 2, 4), _single(4, 4096, 1, 4), _single(4, 4096, 2, 8),
         _single(8, 4096, 1, 8), _single(8, 4096, 2, 8), _single(8, 2048, 2, 4),
         _single(16, 4096, 1, 8), _single(2, 2048, 4, 4), _single(2, 4096, 2, 4),
         _single(1, 2048, 6, 4), _single(8, 4096, 1, 8, FETCH=True), _single(2, 1024, 4, 2),

@@ -9,7 +9,7 @@ layer add up over its visits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,10 @@ class AlignObjective:
         """The teacher's layers, and the comparison of a mixer with its forward pass."""
         self._show, self._error = wrap(show_layer), wrap(mixer_error)
         self.teacher.model.call_layer = wrap(run_layer)
+
+    def work(self, progress: float) -> Hashable | None:
+        """The same in all steps."""
+        return ()
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float

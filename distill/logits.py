@@ -8,7 +8,7 @@ counts that is no padding, to the end of the row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +87,14 @@ class LogitsObjective:
         if self.release is not None:
             self.release.layer.compile_with(wrap)
 
+    def work(self, progress: float) -> Hashable | None:
+        """Which loops are compared, and how far the depth stream is merged in; a Dreamer sorts its
+        tokens by what they chose and is not recorded.
+        """
+        if self.release is not None:
+            return None
+        return progress < self.settings.loop_warmup_share, self._merged(progress)
+
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
     ) -> dict[str, Tensor]:
@@ -112,9 +120,13 @@ class LogitsObjective:
         """Set what is merged in or released, if anything, to where it is at ``progress``."""
         if self.release is not None:
             self.release.begin(progress)
-        model, share = self.module.model, self.settings.depth_warmup_share
-        if model.depth_plan is not None:
-            model.depth_schedule.fill_(min(1.0, progress / share) if share else 1.0)
+        if self.module.model.depth_plan is not None:
+            self.module.model.depth_schedule.fill_(self._merged(progress))
+
+    def _merged(self, progress: float) -> float:
+        """Share of the depth stream at ``progress``."""
+        share = self.settings.depth_warmup_share
+        return min(1.0, progress / share) if share else 1.0
 
     def _earlier_loops(self, student: Hidden, teacher: Hidden, batch: Batch) -> Tensor | float:
         """Sum of the KL of all loops but the last; nothing where the two loop differently."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +35,12 @@ class Objective(Protocol):
         """Call from now on what ``wrap`` makes of the functions that a step spends its time in.
 
         With the identity all is as before. Values of a GPU are not looked at inside a step.
+        """
+        ...
+
+    def work(self, progress: float) -> Hashable | None:
+        """What a step does beyond its batch: steps of equal answers launch the same, and look at no
+        value of a GPU, so that one may be recorded for all. None: not to be recorded.
         """
         ...
 

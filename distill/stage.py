@@ -72,6 +72,7 @@ class StageInputs:
             device=self.device,
             seed=self.seed,
             compile=self.recipe.runtime.compile,
+            cuda_graph=self.recipe.runtime.cuda_graph,
         )
 
     def autocast(self) -> torch.autocast:

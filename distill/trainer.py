@@ -24,7 +24,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ltconvert.distill import compilation
+from ltconvert.distill import compilation, recording
+from ltconvert.distill.data import Batch
 from ltconvert.distill.gradients import BAD, NORM, Gradients
 from ltconvert.distill.interrupt import StopRequest, stop_requests
 from ltconvert.distill.objective import Objective, Stream, TrainResult
@@ -43,7 +44,7 @@ from ltconvert.distill.resume import (
 )
 from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
-from ltconvert.recipes.runtime import CompileSetting
+from ltconvert.recipes.runtime import CompileSetting, GraphSetting
 from ltconvert.recipes.stages import TrainSettings
 
 __all__ = ["Objective", "Stream", "TrainResult", "train"]
@@ -66,6 +67,7 @@ class _Run:
     device: torch.device
     seed: int
     compile: CompileSetting
+    cuda_graph: GraphSetting
 
 
 def train(
@@ -80,6 +82,7 @@ def train(
     device: torch.device | str,
     seed: int,
     compile: CompileSetting = "auto",
+    cuda_graph: GraphSetting = "auto",
     limit_s: float | None = None,
 ) -> TrainResult:
     """Train `objective.module` in place on `settings.budget_tokens` tokens.
@@ -100,8 +103,9 @@ def train(
             stream = stack.enter_context(closing(Prefetch(stream, pin=device.type == "cuda")))
         request = stack.enter_context(stop_requests(limit_s))
         run = _Run(
-            objective, stream, settings, stage, stage_dir, log, precision, device, seed, compile
-        )
+            objective, stream, settings, stage, stage_dir, log, precision, device, seed, compile,
+            cuda_graph,
+        )  # fmt: skip
         return _Loop(run).train(request)
 
 
@@ -132,6 +136,8 @@ class _Loop:
         self.saved_step = 0
         self.saved_at = time.monotonic()
         self.readings = Readings(run.device)
+        recorded = recording.wanted(run.cuda_graph, run.device, self.plan.steps)
+        self.passes = recording.Passes(objective, self._pass, on=recorded, say=run.log.say)
         self.wish: int | None = None  # the step (from 0) in which a process was asked to stop
         self.line: StepLine | None = None
         self.gradients = Gradients(self.parameters, self.optimizer)
@@ -198,8 +204,7 @@ class _Loop:
         sums: dict[str, Tensor] = {}
         for _ in range(self.plan.accumulation):
             batch = next(run.stream).to(run.device)
-            with autocast(run.device, run.precision):
-                values = run.objective.train_step(batch, self._backward, step / self.plan.steps)
+            values = self.passes(batch, step / self.plan.steps)
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().float()
         self._average_gradients()
@@ -213,7 +218,11 @@ class _Loop:
             self.gradients.guard(numbers[names.index("loss")], norms[NORM])
         set_lr(self.optimizer, share)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.passes.on)
+
+    def _pass(self, batch: Batch, progress: float) -> dict[str, Tensor]:
+        with autocast(self.run.device, self.run.precision):
+            return self.run.objective.train_step(batch, self._backward, progress)
 
     def _backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss / self.plan.accumulation)
@@ -224,7 +233,8 @@ class _Loop:
         for parameter in self.parameters.values():
             # Every process has to take part for every parameter, used or not.
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = self.accelerator.reduce(grad, reduction="mean")
+            mean = self.accelerator.reduce(grad, reduction="mean")
+            parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)
 
     def _average_metrics(self, sums: Mapping[str, Tensor], stop: bool) -> tuple[list[str], Tensor]:
         """Means over micro-batches and processes; the wish to stop travels with them."""

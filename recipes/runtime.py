@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from ltconvert.recipes.base import Settings
 
 CompileSetting = Literal["auto", "off", "layers"]
+GraphSetting = Literal["auto", "off"]
 
 
 class RuntimeSettings(Settings):
@@ -22,7 +23,15 @@ class RuntimeSettings(Settings):
         ),
     )
 
-    @field_validator("compile", mode="before")
+    cuda_graph: GraphSetting = Field(
+        "auto",
+        description=(
+            "record the launches of a training step once and replay them: `off`, or `auto`: on an"
+            " NVIDIA GPU where enough steps are left and each does the same work (not a Dreamer's)"
+        ),
+    )
+
+    @field_validator("compile", "cuda_graph", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
         """YAML 1.1 reads `off` as false."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,9 @@ class ToyObjective:
 
     def compile_with(self, wrap: Callable[[Any], Any]) -> None:
         self.wrapped = wrap
+
+    def work(self, progress: float) -> Hashable | None:
+        return ()
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float

@@ -17,7 +17,7 @@ N physical layers.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -128,6 +128,10 @@ class GatesObjective(LogitsObjective):
     def compile_with(self, wrap: Wrap) -> None:
         """The teacher's layers; gates are other numbers in every step."""
         self.teacher.model.call_layer = wrap(run_layer)
+
+    def work(self, progress: float) -> Hashable | None:
+        """Never recorded: gates are drawn anew."""
+        return None
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -93,6 +93,10 @@ class MeasuredObjective(LogitsObjective):
         self.kls: list[float] = []
         self._steps, self._points, self._give_up = steps, points, give_up
         self._part: list[Tensor] = []
+
+    def work(self, progress: float) -> Hashable | None:
+        """Never recorded: a step may end the layer."""
+        return None
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
