@@ -20,7 +20,6 @@ from ltconvert.convert.decode_layers import (
     Now,
     WindowedGatedDeltaNetStep,
 )
-from ltconvert.convert.decode_lookup import Lookup
 from ltconvert.convert.decode_sparse import BlockSparseAttentionStep, SparseAttentionStep
 from ltconvert.convert.decode_stream import Stream, normed
 from ltconvert.convert.mixers.attention import Attention
@@ -63,15 +62,13 @@ class Step:
         # A Dreamer may go on behind the visit that closed its only loop.
         self.closing = [visit for visit in model.model.schedule if visit.closes_loop][-1]
         kinds = [layer for layer in cache.layers if isinstance(layer, StaticKeys)]
+        self.sizes = sorted({layer.slots for layer in kinds})
         both = [layer for layer in kinds if isinstance(layer, StaticKeysAndState)]
         self.windows = sorted({layer.window for layer in both if layer.window is not None})
-        sizes = sorted({layer.slots for layer in kinds})
-        device = cache.lengths_B.device
-        self.lookup = Lookup(model.model._ropes, sizes, cache.max_length, device)
-        shape = cache.batch, model.model.spec.num_attention_heads
+        heads = model.model.spec.num_attention_heads
         with torch.inference_mode(False):
             self.first_B = torch.zeros_like(cache.lengths_B)
-            self.arrivals_BH = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.arrivals_BH = self.first_B.new_zeros(cache.batch, heads)
 
     def __call__(self, token_B: Tensor) -> Tensor:
         """One token a row at the position that its length says; lengths grow by one."""
@@ -135,15 +132,17 @@ class Step:
         return (stream if left and last.closes_loop else behind), left
 
     def _now(self, kept: dict[LayerStep, Tensor] | None) -> Now:
-        lengths_B = self.cache.lengths_B
-        found = self.lookup(lengths_B)
-        tables = {name: (cos[:, None], sin[:, None]) for name, (cos, sin) in found.rope.items()}
+        lengths_B, full = self.cache.lengths_B, self.cache.max_length
+        after_B = lengths_B + 1
+        ropes = self.model.model._ropes.items()
+        tables = {name: rope(lengths_B[:, None]) for name, rope in ropes}
         stream = depth_stream(self.model.model, tables)
         return Now(
-            rope=found.rope,
+            rope={name: (cos[:, 0], sin[:, 0]) for name, (cos, sin) in tables.items()},
             positions_B=lengths_B,
-            slots=found.slots,
-            used=found.used,
+            # What has room for all tokens is no ring: nothing to compute, and no launch.
+            slots={n: lengths_B if n == full else lengths_B % n for n in self.sizes},
+            used={n: after_B if n == full else after_B.clamp(max=n) for n in self.sizes},
             outside={window: lengths_B >= window for window in self.windows},
             first=self.first_B,
             arrivals=self.arrivals_BH,

@@ -51,10 +51,10 @@ def _weighted(x, scale, first, d, mask, weight_ptr, offset, NORM: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def heads_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr,
-    eps, offset, qkv_row, q_row, q_head, key_row, key_head, key_slot, value_row, value_head,
+    eps, offset, slots, qkv_row, q_row, q_head, key_row, key_head, key_slot, value_row, value_head,
     value_slot, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BW: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -67,6 +67,7 @@ def heads_kernel(
     k_from, v_from = q_from + H * D, q_from + (H + G) * D
     take_turn(OVERLAP)
     slot = tl.load(slots_ptr + row).to(tl.int64)
+    kept_D = d_D < tl.where(slot < slots, D, 0)  # a token too many is lost, and nothing else
     if head < H:
         y_D = heads_of(
             q_from, head * D, d_D, in_D, row, cos_ptr, sin_ptr, q_weight_ptr, eps, offset,
@@ -81,9 +82,9 @@ def heads_kernel(
             G * D, D, BW, NORM,
         )  # fmt: skip
         to_ptr = keys_ptr + row * key_row + head.to(tl.int64) * key_head + slot * key_slot
-        tl.store(to_ptr + d_D, y_D.to(keys_ptr.dtype.element_ty), mask=in_D)
+        tl.store(to_ptr + d_D, y_D.to(keys_ptr.dtype.element_ty), mask=kept_D)
     else:
         head = head - H - G
         y_D = tl.load(v_from + head * D + d_D, mask=in_D, other=0.0)
         to_ptr = values_ptr + row * value_row + head.to(tl.int64) * value_head + slot * value_slot
-        tl.store(to_ptr + d_D, y_D.to(values_ptr.dtype.element_ty), mask=in_D)
+        tl.store(to_ptr + d_D, y_D.to(values_ptr.dtype.element_ty), mask=kept_D)

@@ -34,7 +34,7 @@ def decode_heads(
         heads_kernel[(rows * (heads + 2 * kv_heads),)](
             qkv_BM, dense(cos_BD), dense(sin_BD), dense(q_norm_weight), dense(k_norm_weight),
             slots_B.contiguous(), out_BHD, keys_BGSD, values_BGSD, norm_eps, norm_offset,
-            qkv_BM.stride(0),
+            keys_BGSD.shape[2], qkv_BM.stride(0),
             *out_BHD.stride()[:2], *keys_BGSD.stride()[:3], *values_BGSD.stride()[:3],
             H=heads, G=kv_heads, D=width, BD=triton.next_power_of_2(width),
             BW=triton.next_power_of_2(max(heads, kv_heads) * width),
