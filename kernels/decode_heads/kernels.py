@@ -69,22 +69,22 @@ def heads_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     kept_D = d_D < tl.where(slot < slots, D, 0)  # a token too many is lost, and nothing else
     if head < H:
-        y_D = heads_of(
+        q_D = heads_of(
             q_from, head * D, d_D, in_D, row, cos_ptr, sin_ptr, q_weight_ptr, eps, offset,
             H * D, D, BW, NORM,
         )  # fmt: skip
-        to_ptr = q_ptr + row * q_row + head.to(tl.int64) * q_head
-        tl.store(to_ptr + d_D, y_D.to(q_ptr.dtype.element_ty), mask=in_D)
+        to_q = q_ptr + row * q_row + head.to(tl.int64) * q_head
+        tl.store(to_q + d_D, q_D.to(q_ptr.dtype.element_ty), mask=in_D)
     elif head < H + G:
         head = head - H
-        y_D = heads_of(
+        k_D = heads_of(
             k_from, head * D, d_D, in_D, row, cos_ptr, sin_ptr, k_weight_ptr, eps, offset,
             G * D, D, BW, NORM,
         )  # fmt: skip
-        to_ptr = keys_ptr + row * key_row + head.to(tl.int64) * key_head + slot * key_slot
-        tl.store(to_ptr + d_D, y_D.to(keys_ptr.dtype.element_ty), mask=kept_D)
+        to_k = keys_ptr + row * key_row + head.to(tl.int64) * key_head + slot * key_slot
+        tl.store(to_k + d_D, k_D.to(keys_ptr.dtype.element_ty), mask=kept_D)
     else:
         head = head - H - G
-        y_D = tl.load(v_from + head * D + d_D, mask=in_D, other=0.0)
-        to_ptr = values_ptr + row * value_row + head.to(tl.int64) * value_head + slot * value_slot
-        tl.store(to_ptr + d_D, y_D.to(values_ptr.dtype.element_ty), mask=kept_D)
+        v_D = tl.load(v_from + head * D + d_D, mask=in_D, other=0.0)
+        to_v = values_ptr + row * value_row + head.to(tl.int64) * value_head + slot * value_slot
+        tl.store(to_v + d_D, v_D.to(values_ptr.dtype.element_ty), mask=kept_D)
