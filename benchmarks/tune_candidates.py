@@ -20,9 +20,10 @@ Constants = Mapping[str, Any]  # "decode_linear.AHEAD" -> 2
 SHAPES: dict[str, list[tuple[str, ...]]] = {
     "decode_linear": [("1x",), ("8x",)],
     "gdn_step": [("1x", "8x")],
-    "decode_window": [("1x16x128x", "8x16x128x")],
+    "gdn_window_step": [("1x16x", "8x16x128x")],
     "decode_attention": [("1x16/16x8192x", "8x16/16x4096x")],
 }
+MOVED = {"weight": 1, "state": 2}  # inputs and how often, beside keys and values
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,9 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
         {"REGISTERS": 96}, {"REGISTERS": 64}, {"ELEMENTS": 64}, {"TILE": 8192},
         {"TILE": 8192, "ELEMENTS": 64}, {"TILE": 4096}, {"TILE": 4096, "ELEMENTS": 64},
     ],
-    "decode_window": [
-        {"WARPS": 4}, {"TILE": 8192, "STAGES": 3}, {"TILE": 8192, "STAGES": 3, "WARPS": 16},
-        {"TILE": 16384, "STAGES": 1, "WARPS": 16}, {"TILE": 2048, "STAGES": 8},
-        {"TILE": 8192, "STAGES": 1, "WARPS": 8},
+    "gdn_window_step": [
+        {"ELEMENTS": 64}, {"SHARE": 4}, {"AHEAD_BYTES": 2**14}, {"ELEMENTS": 64, "SHARE": 4},
+        {"TILE": 8192, "ELEMENTS": 64}, {"STAGES": 4}, {"SHARE": 4, "STAGES": 5},
     ],
     "decode_attention": [
         {"FETCHED": 0}, {"FETCHED": 128}, {"STAGES": 2}, {"STAGES": 4}, {"TILE": 2048, "STAGES": 5},
@@ -142,13 +142,12 @@ def _forget(module: ModuleType) -> None:
 
 
 def moved_bytes(inputs: Mapping[str, Tensor]) -> int:
-    """What a call cannot but move: the weight, the state twice, or the filled keys and values."""
-    if "weight" in inputs:
-        return inputs["weight"].nbytes
-    if "state" in inputs:
-        return 2 * inputs["state"].nbytes
+    """What a call cannot but move: the weight, the state twice, the filled keys and values."""
+    moved = sum(inputs[name].nbytes * times for name, times in MOVED.items() if name in inputs)
+    if "k" not in inputs:
+        return moved
     used = int(inputs["lengths"].max()) / inputs["k"].shape[2]
-    return round(used * (inputs["k"].nbytes + inputs["v"].nbytes))
+    return moved + round(used * (inputs["k"].nbytes + inputs["v"].nbytes))
 
 
 def text_of(constants: Constants) -> str:

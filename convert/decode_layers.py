@@ -25,7 +25,7 @@ from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.kernels.decode_attention import decode_self_attention
 from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_linear import GateActivation, decode_linear
-from ltconvert.kernels.decode_window import decode_window
+from ltconvert.kernels.gdn_window_step import Ring
 
 if TYPE_CHECKING:
     from ltconvert.convert.decode_depth import DepthNow
@@ -129,8 +129,8 @@ class LinearStep(LayerStep):
         return self.mix_heads(*self.parts(y_BR, now), cache_layer, now).flatten(1)
 
     def take_in(self, y_BR: Tensor, cache_layer: LinearAttentionLayer, now: Now) -> None:
-        """See ``LayerStep``; a recurrence reads no more than it writes."""
-        LinearStep.mix_heads(self, *self.parts(y_BR, now), cache_layer, now)
+        """See ``LayerStep``; what the heads give is left."""
+        self.mix(y_BR, cache_layer, now)
 
     def parts(self, y_BR: Tensor, now: Now) -> tuple[Tensor, list[Tensor]]:
         """q, k and v side by side [B, M], normed where the layer does, and the rest."""
@@ -146,11 +146,6 @@ class LinearStep(LayerStep):
 
 class WindowedGatedDeltaNetStep(LinearStep):
     """The recurrence and a ring of keys under one softmax."""
-
-    def take_in(self, y_BR: Tensor, cache_layer: Any, now: Now) -> None:
-        """See ``LayerStep``; both parts."""
-        super().take_in(y_BR, cache_layer, now)
-        placed(self.parts(y_BR, now)[0], self.layer.mixer, cache_layer, now, norms=False)
 
     def mix_heads(self, qkv_BM: Tensor, others: list[Tensor], cache_layer: Any, now: Now) -> Tensor:
         """See ``LinearStep``."""
@@ -215,13 +210,15 @@ def recurred(qkv_BM: Tensor, others: list[Tensor], mixer: Any, cache: Any, now: 
 
 def windowed(qkv_BM: Tensor, others: list[Tensor], mixer: Any, cache: Any, now: Now) -> Tensor:
     """The same with a window under one softmax; the last of ``others`` is what lies outside."""
-    linear_BHD = recurred(qkv_BM, others, mixer, cache, now)
-    q_BHD = placed(qkv_BM, mixer, cache, now, norms=False)
-    return decode_window(
-        q_BHD, cache.keys, cache.values, now.used[cache.slots],
-        linear_BHD, others[3], now.outside[mixer.window],
-        scale=mixer.spec.attention_scale, soft_cap=mixer.spec.attention_softcap,
+    gate_BM, *rates, rest_BH = others
+    cos_BD, sin_BD = (None, None) if mixer.rope_name is None else now.rope[mixer.rope_name]
+    ring = Ring(
+        cache.keys, cache.values, now.slots[cache.slots], now.used[cache.slots],
+        now.outside[mixer.window], rest_BH, scale=mixer.spec.attention_scale,
+        soft_cap=mixer.spec.attention_softcap, cos_BD=cos_BD, sin_BD=sin_BD,
     )  # fmt: skip
+    y_BHD: Tensor = mixer.step(qkv_BM, gate_BM, rates, cache, now, ring)
+    return y_BHD
 
 
 def _normed_heads(qkv_BM: Tensor, mixer: Any, now: Now) -> Tensor:

@@ -27,9 +27,10 @@ def overlapping() -> Iterator[None]:
     """Let the decode ops called inside begin early, where the GPU can.
 
     Such a kernel waits before it writes, and before it reads activations, keys and values. What it
-    may read earlier are weights, recurrent states, convolution histories and lengths: between the
-    kernel that wrote these and the op, one has to be launched that is not a decode op. A step of
-    decoding is so: its embedding comes between. A state must not be used twice in one block.
+    may read earlier are weights, lengths, positions, and what steps before have left in recurrent
+    states, convolution histories and in the windows of ``gdn_window_step``: between the kernel that
+    wrote these and the op, one has to be launched that is not a decode op. A step of decoding is
+    so: its embedding comes between. A state or window must not be used twice in one block.
     """
     token = _active.set(True)
     try:

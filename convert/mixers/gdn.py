@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ltconvert.convert.mixers.deltanet import DeltaNet
 from ltconvert.convert.mixers.linear import Place, inverse_softplus
 from ltconvert.kernels.gdn_step import gdn_step
+from ltconvert.kernels.gdn_window_step import Ring, gdn_window_step
 
 
 class GatedDeltaNet(DeltaNet):
@@ -58,12 +60,14 @@ class GatedDeltaNet(DeltaNet):
         rates: Sequence[Tensor],
         cache_layer: LinearAttentionCacheLayerMixin,
         place: Place,
+        ring: Ring | None = None,
     ) -> Tensor:
-        """See ``LinearMixer``; one launch."""
+        """See ``LinearMixer``; one launch, also with a window under one softmax."""
         state = cache_layer.recurrent_states[0]
         assert state is not None
         beta_BH, decay_BH = rates
-        y_BHD = gdn_step(
+        step = gdn_step if ring is None else partial(gdn_window_step, ring)
+        y_BHD: Tensor = step(
             qkv_BM,
             beta_BH,
             decay_BH,

@@ -49,6 +49,46 @@ def gdn_step(
         ValueError: shapes that do not fit together, an unknown activation or ``gate_fn``, or a
             gradient that would be needed.
     """
+    check_token(
+        "gdn_step", qkv_BC, beta_BH, decay_BH, log_rate_H, rate_bias_H, state_BHKV, norm_weight_HV,
+        gate_BHV, gate_fn, conv_weight_CW, conv_history_BCP, activation,
+    )  # fmt: skip
+    limit = limits.of_precision(qkv_BC, state_BHKV)
+    return dispatch.implementation("gdn_step", qkv_BC.device, limit).gdn_step(
+        qkv_BC,
+        beta_BH,
+        decay_BH,
+        log_rate_H,
+        rate_bias_H,
+        state_BHKV,
+        norm_weight_HV,
+        gate_BHV,
+        eps=eps,
+        gate_fn=gate_fn,
+        conv_weight_CW=conv_weight_CW,
+        conv_history_BCP=conv_history_BCP,
+        activation=activation,
+        beta_factor=beta_factor,
+        scale=state_BHKV.shape[2] ** -0.5 if scale is None else scale,
+    )
+
+
+def check_token(
+    op: str,
+    qkv_BC: Tensor,
+    beta_BH: Tensor,
+    decay_BH: Tensor,
+    log_rate_H: Tensor,
+    rate_bias_H: Tensor,
+    state_BHKV: Tensor,
+    norm_weight_HV: Tensor,
+    gate_BHV: Tensor,
+    gate_fn: str,
+    conv_weight_CW: Tensor | None,
+    conv_history_BCP: Tensor | None,
+    activation: str | None,
+) -> None:
+    """Raise ValueError where ``gdn_step`` does; ``op`` is named in the message."""
     batch, heads, key_width, value_width = state_BHKV.shape
     channels = heads * (2 * key_width + value_width)
     if (
@@ -88,24 +128,6 @@ def gdn_step(
             f"{activation!r} and {gate_fn!r}"
         )
     refuse_gradients(
-        "gdn_step", qkv_BC, beta_BH, decay_BH, log_rate_H, rate_bias_H, state_BHKV, norm_weight_HV,
+        op, qkv_BC, beta_BH, decay_BH, log_rate_H, rate_bias_H, state_BHKV, norm_weight_HV,
         gate_BHV, conv_weight_CW, conv_history_BCP,
     )  # fmt: skip
-    limit = limits.of_precision(qkv_BC, state_BHKV)
-    return dispatch.implementation("gdn_step", qkv_BC.device, limit).gdn_step(
-        qkv_BC,
-        beta_BH,
-        decay_BH,
-        log_rate_H,
-        rate_bias_H,
-        state_BHKV,
-        norm_weight_HV,
-        gate_BHV,
-        eps=eps,
-        gate_fn=gate_fn,
-        conv_weight_CW=conv_weight_CW,
-        conv_history_BCP=conv_history_BCP,
-        activation=activation,
-        beta_factor=beta_factor,
-        scale=key_width**-0.5 if scale is None else scale,
-    )

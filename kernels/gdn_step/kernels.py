@@ -1,5 +1,7 @@
 """The Triton kernel of ``gdn_step``: a program for each row and head.
 
+``recur`` is all of it but the last store; ``gdn_window_step`` goes on from there.
+
 Whatever an earlier step has left, state, history and parameters, is read first, so that it is on
 its way while the projections are still being made. The state passes through registers once, a
 block of columns at a time (one where it fits): with S the decayed state,
@@ -60,7 +62,7 @@ def _convolve(window_DW, taps_DW, SILU: tl.constexpr):
 
 
 @triton.jit
-def _handed_on(x_D, BD: tl.constexpr):
+def handed_on(x_D, BD: tl.constexpr):
     """The same numbers, through shared memory to the threads that need them.
 
     Left to itself the compiler would let every thread read and convolve all channels that it needs,
@@ -110,24 +112,25 @@ def _add_three(a, b, c, d, e, f):
 
 
 @triton.jit
-def step_kernel(
-    qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr, state_ptr,
-    norm_weight_ptr, gate_ptr, y_ptr, scale, eps, beta_factor, qkv_row, beta_row, decay_row,
+def recur(
+    pid, qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr,
+    state_ptr, norm_weight_ptr, gate_ptr, scale, eps, beta_factor, qkv_row, beta_row, decay_row,
     gate_row,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
     GATE_FN: tl.constexpr, NORM_EPS: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    let_go(OVERLAP)
-    pid = tl.program_id(0)
+    """One token of row and head ``pid``: the gated output in BLOCKS of BV columns, in fp32.
+
+    Waits its turn; state and history are written.
+    """
     head, row = pid % H, (pid // H).to(tl.int64)
     qkv_ptr += row * qkv_row
     if history_ptr is not None:
         history_ptr += row * (H * (2 * K + V)) * (W - 1)
     state_ptr += pid.to(tl.int64) * K * V
     gate_ptr += row * gate_row + head * V
-    y_ptr += pid.to(tl.int64) * V
     norm_weight_ptr += head * V
     i_K, v_V = tl.arange(0, BK), tl.arange(0, BV)
     in_K = i_K < K
@@ -157,7 +160,7 @@ def step_kernel(
     q_size, k_size, kq = tl.reduce((q_K * q_K, k_K * k_K, k_K * q_K), 0, _add_three)
     q_factor, k_factor = tl.rsqrt(q_size + NORM_EPS) * scale, tl.rsqrt(k_size + NORM_EPS)
     kq *= q_factor * k_factor
-    q_K, k_K = _handed_on(q_K * q_factor, BK), _handed_on(k_K * k_factor, BK)
+    q_K, k_K = handed_on(q_K * q_factor, BK), handed_on(k_K * k_factor, BK)
 
     # Several threads may hold the same number: all have to read before one of them writes.
     tl.debug_barrier()
@@ -172,7 +175,7 @@ def step_kernel(
             v_window = _window(_past(history_ptr, n_c, in_V, W, BW), qkv_ptr, n_c, in_V, W, BW)
             v_taps = _taps(weight_ptr, n_c, in_V, W, BW)
             tl.debug_barrier()
-        x_V = _handed_on(_convolve(v_window, v_taps, SILU and W > 1), BV)
+        x_V = handed_on(_convolve(v_window, v_taps, SILU and W > 1), BV)
         old = state.to(tl.float32)
         of_k_V, of_q_V = tl.reduce((k_K[:, None] * old, q_K[:, None] * old), 0, _add_two)
         write_V = beta * (x_V - decay * of_k_V)
@@ -185,11 +188,35 @@ def step_kernel(
         squares += tl.sum(o_V * o_V, axis=0)
 
     factor = tl.rsqrt(squares / V + eps)
+    gated = ()
     for n in tl.static_range(BLOCKS):
         n_V = n * BV + v_V
         if n > 0:
             norm_weight_V = _channels(norm_weight_ptr, n_V, n_V < V)
             gate_V = _channels(gate_ptr, n_V, n_V < V)
         opened_V, _ = open_gate(gate_V, GATE_FN)
-        y_V = outputs[n] * factor * norm_weight_V * opened_V
-        tl.store(y_ptr + n_V, y_V.to(y_ptr.dtype.element_ty), mask=n_V < V)
+        gated = gated + (outputs[n] * factor * norm_weight_V * opened_V,)
+    return gated
+
+
+@triton.jit
+def step_kernel(
+    qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr, state_ptr,
+    norm_weight_ptr, gate_ptr, scale, eps, beta_factor, qkv_row, beta_row, decay_row, gate_row,
+    y_ptr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
+    GATE_FN: tl.constexpr, NORM_EPS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    let_go(OVERLAP)
+    pid = tl.program_id(0)
+    y_ptr += pid.to(tl.int64) * V
+    gated = recur(
+        pid, qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr,
+        state_ptr, norm_weight_ptr, gate_ptr, scale, eps, beta_factor, qkv_row, beta_row,
+        decay_row, gate_row, H, K, V, W, SILU, GATE_FN, NORM_EPS, BK, BV, BW, BLOCKS, OVERLAP,
+    )  # fmt: skip
+    for n in tl.static_range(BLOCKS):
+        n_V = n * BV + tl.arange(0, BV)
+        tl.store(y_ptr + n_V, gated[n].to(y_ptr.dtype.element_ty), mask=n_V < V)

@@ -7,7 +7,7 @@ Decoding launches it for every layer and token, so eager calls go to the kernel 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -68,33 +68,22 @@ def _step(
 ) -> Tensor:
     batch, heads, key_width, value_width = state_BHKV.shape
     y_BHV = qkv_BC.new_empty(batch, heads, value_width)
-    taps, state, history = 1, state_BHKV.contiguous(), None
-    if conv_weight_CW is not None and conv_history_BCP is not None:
-        taps, history = conv_weight_CW.shape[1], conv_history_BCP.contiguous()
-        conv_weight_CW = conv_weight_CW.contiguous()
-    constants, launch = _plan(key_width, value_width, taps)
+    given = operands(
+        qkv_BC, beta_BH, decay_BH, log_rate_H, rate_bias_H, state_BHKV, norm_weight_HV, gate_BHV,
+        conv_weight_CW, conv_history_BCP,
+    )  # fmt: skip
+    taps = 1 if conv_weight_CW is None else conv_weight_CW.shape[1]
     early = overlap.options(
         qkv_BC.device, state_BHKV, conv_history_BCP, conv_weight_CW, log_rate_H, rate_bias_H,
         norm_weight_HV,
     )  # fmt: skip
-    # Rows may lie apart: all four are often columns of one product.
-    qkv_BC, beta_BH, decay_BH = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (qkv_BC, beta_BH, decay_BH)
-    )
-    if gate_BHV.stride()[1:] != (value_width, 1):
-        gate_BHV = gate_BHV.contiguous()
     with torch.cuda.device_of(qkv_BC):
         step_kernel[(batch * heads,)](
-            qkv_BC, conv_weight_CW, history, beta_BH, decay_BH, log_rate_H.contiguous(),
-            rate_bias_H.contiguous(), state, norm_weight_HV.contiguous(), gate_BHV, y_BHV, scale,
-            eps, beta_factor, qkv_BC.stride(0), beta_BH.stride(0), decay_BH.stride(0),
-            gate_BHV.stride(0), heads, key_width, value_width, taps, silu, gate_fn, NORM_EPS,
-            **constants, **launch, **early,
+            *given.tensors, scale, eps, beta_factor, *given.rows, y_BHV,
+            heads, key_width, value_width, taps, silu, gate_fn, NORM_EPS,
+            **plan(key_width, value_width, taps, TILE, ELEMENTS, REGISTERS), **early,
         )  # fmt: skip
-    if state is not state_BHKV:
-        state_BHKV.copy_(state)
-    if conv_history_BCP is not None and history is not None and history is not conv_history_BCP:
-        conv_history_BCP.copy_(history)
+    given.put_back(state_BHKV, conv_history_BCP)
     return y_BHV
 
 
@@ -108,16 +97,63 @@ def _output(qkv_BC: Tensor, *inputs: Any) -> Tensor:
     return qkv_BC.new_empty(inputs[6].shape)  # the gate's
 
 
+class Operands(NamedTuple):
+    """What the kernel is given: tensors in its order, strides of the rows of four of them."""
+
+    tensors: tuple[Tensor | None, ...]
+    rows: tuple[int, ...]
+
+    def put_back(self, state_BHKV: Tensor, history_BCP: Tensor | None) -> None:
+        """Copy state and history to where the caller has them, unless the kernel wrote there."""
+        _, _, history, *_, state, _, _ = self.tensors
+        for made, wanted in ((state, state_BHKV), (history, history_BCP)):
+            if made is not None and wanted is not None and made is not wanted:
+                wanted.copy_(made)
+
+
+def operands(
+    qkv_BC: Tensor,
+    beta_BH: Tensor,
+    decay_BH: Tensor,
+    log_rate_H: Tensor,
+    rate_bias_H: Tensor,
+    state_BHKV: Tensor,
+    norm_weight_HV: Tensor,
+    gate_BHV: Tensor,
+    conv_weight_CW: Tensor | None,
+    conv_history_BCP: Tensor | None,
+) -> Operands:
+    """The tensors in the layouts and the order of the kernel."""
+    # Rows may lie apart: all four are often columns of one product.
+    qkv_BC, beta_BH, decay_BH = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (qkv_BC, beta_BH, decay_BH)
+    )
+    if gate_BHV.stride()[1:] != (gate_BHV.shape[-1], 1):
+        gate_BHV = gate_BHV.contiguous()
+    weight, history, state, log_rate, rate_bias, norm_weight = (
+        None if x is None else x.contiguous()
+        for x in (conv_weight_CW, conv_history_BCP, state_BHKV, log_rate_H, rate_bias_H,
+                  norm_weight_HV)
+    )  # fmt: skip
+    return Operands(
+        (qkv_BC, weight, history, beta_BH, decay_BH, log_rate, rate_bias, state, norm_weight,
+         gate_BHV),
+        tuple(x.stride(0) for x in (qkv_BC, beta_BH, decay_BH, gate_BHV)),
+    )  # fmt: skip
+
+
 @cache
-def _plan(key_width: int, value_width: int, taps: int) -> tuple[dict[str, int], dict[str, int]]:
-    """The kernel's constants and its launch options."""
+def plan(
+    key_width: int, value_width: int, taps: int, tile: int, elements: int, registers: int | None
+) -> dict[str, int]:
+    """The kernel's constants and its launch options, from what ``TILE`` and its like say."""
     keys = triton.next_power_of_2(key_width)
-    values = min(triton.next_power_of_2(value_width), max(16, TILE // keys))
-    warps = max(1, min(MOST_WARPS, keys * values // (32 * ELEMENTS)))
+    values = min(triton.next_power_of_2(value_width), max(16, tile // keys))
+    warps = max(1, min(MOST_WARPS, keys * values // (32 * elements)))
     # A number of a window a thread: with fewer, threads would read them again and again.
     window = max(triton.next_power_of_2(taps), 32 * warps // min(keys, values))
-    constants = {"BK": keys, "BV": values, "BW": window, "BLOCKS": triton.cdiv(value_width, values)}
-    launch = {"num_warps": warps}
-    if REGISTERS is not None and torch.version.hip is None:
-        launch["maxnreg"] = REGISTERS
-    return constants, launch
+    blocks = triton.cdiv(value_width, values)
+    made = {"BK": keys, "BV": values, "BW": window, "BLOCKS": blocks, "num_warps": warps}
+    if registers is not None and torch.version.hip is None:
+        made["maxnreg"] = registers
+    return made

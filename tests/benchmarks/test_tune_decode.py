@@ -58,14 +58,14 @@ def test_settings_are_read_as_they_are_written() -> None:
 def test_a_run_ends_with_what_to_set(
     wrong: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(CANDIDATES, "decode_window", [{"WARPS": 4}])
+    monkeypatch.setitem(CANDIDATES, "gdn_window_step", [{"ELEMENTS": 64}])
     monkeypatch.setattr(tune_timing, "graph_us", lambda calls, device: 1.0)  # interpreted, slow
     if wrong:
-        from ltconvert.kernels.decode_window import triton
+        from ltconvert.kernels.gdn_window_step import triton
 
-        right: Callable[..., torch.Tensor] = triton.decode_window
-        monkeypatch.setattr(triton, "decode_window", lambda *x, **y: right(*x, **y) + 1)
-    status = tune_decode.main(["--device", "cpu", "--op", "decode_window", "--seconds", "0"])
+        right: Callable[..., torch.Tensor] = triton.gdn_window_step
+        monkeypatch.setattr(triton, "gdn_window_step", lambda *x, **y: right(*x, **y) + 1)
+    status = tune_decode.main(["--device", "cpu", "--op", "gdn_window_step", "--seconds", "0"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("set: ") and status == wrong
     assert any("WRONG" in line for line in lines) == wrong

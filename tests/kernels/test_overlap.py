@@ -13,11 +13,9 @@ from torch import Tensor
 
 from ltconvert.kernels import dispatch, overlap
 from ltconvert.kernels.decode_attention import decode_self_attention
-from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_linear import decode_add_linear, decode_linear
 from ltconvert.kernels.decode_norm import decode_norm
-from ltconvert.kernels.decode_window import decode_window
-from ltconvert.kernels.gdn_step import gdn_step
+from ltconvert.kernels.gdn_window_step import Ring, gdn_window_step
 
 GPU = torch.device("cuda", 0)
 EARLY, IN_TURN = {"OVERLAP": True, "launch_pdl": True}, {"OVERLAP": False}
@@ -140,13 +138,12 @@ class Chain:
         keys, values = (layer["window"] if linear else layer["cache"]).unbind(0)
         size, scale = keys.shape[2], self.D**-0.5
         if linear:
-            q = decode_heads(qkv, keys, values, slots[size], num_heads=self.H)
-            other = gdn_step(
-                qkv, beta, decay, *layer["rate"], layer["state"], layer["gain"],
+            ring = Ring(keys, values, slots[size], used[size], self.outside, rest, scale=scale)
+            o = gdn_window_step(
+                ring, qkv, beta, decay, *layer["rate"], layer["state"], layer["gain"],
                 gate.unflatten(1, (self.H, self.D)), eps=1e-5, conv_weight_CW=layer["taps"],
                 conv_history_BCP=layer["history"],
             )  # fmt: skip
-            o = decode_window(q, keys, values, used[size], other, rest, self.outside, scale=scale)
         else:
             o = decode_self_attention(
                 qkv, keys, values, slots[size], used[size],
@@ -203,8 +200,8 @@ def test_a_graph_keeps_early_starts(early: bool, monkeypatch: pytest.MonkeyPatch
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph):
             chain.step()
-    # Of a layer: qkv, attention or positions, recurrence and window, out, up, down; a norm.
-    found, most = _programmatic_edges(graph), (5 + 7) * chain.layers // 2 + 1
+    # Of a layer: qkv, attention or recurrence and window, out, up, down. Then a norm.
+    found, most = _programmatic_edges(graph), 5 * chain.layers + 1
     assert most - 1 <= found <= most if early else not found, found  # the first may differ
 
 

@@ -1,0 +1,100 @@
+"""``gdn_window_step`` in Triton: one launch."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from ltconvert.kernels import overlap
+from ltconvert.kernels.chunkwise import NORM_EPS
+from ltconvert.kernels.gdn_step.triton import operands, plan
+from ltconvert.kernels.gdn_window_step import Ring
+from ltconvert.kernels.gdn_window_step.kernels import window_step_kernel
+
+TILE, ELEMENTS = 16384, 32  # as in gdn_step
+REGISTERS: int | None = None  # as there
+SHARE = 2  # blocks of the ring have so many times fewer keys than tiles of the state have columns
+AHEAD_BYTES = 2**15  # of keys that are read before anything else: all of 128 by 128 in bf16
+MOST_AHEAD = 4  # in as many blocks
+STAGES = 3  # blocks of the others on their way, the one at work counted
+
+
+def gdn_window_step(
+    ring: Ring,
+    qkv_BC: Tensor,
+    beta_BH: Tensor,
+    decay_BH: Tensor,
+    log_rate_H: Tensor,
+    rate_bias_H: Tensor,
+    state_BHDD: Tensor,
+    norm_weight_HD: Tensor,
+    gate_BHD: Tensor,
+    *,
+    eps: float,
+    gate_fn: str,
+    conv_weight_CW: Tensor | None,
+    conv_history_BCP: Tensor | None,
+    activation: str | None,
+    beta_factor: float,
+    scale: float,
+) -> Tensor:
+    """See ``ltconvert.kernels.gdn_window_step.gdn_window_step``."""
+    batch, heads, width, _ = state_BHDD.shape
+    y_BHD = qkv_BC.new_empty(batch, heads, width)
+    given = operands(
+        qkv_BC, beta_BH, decay_BH, log_rate_H, rate_bias_H, state_BHDD, norm_weight_HD, gate_BHD,
+        conv_weight_CW, conv_history_BCP,
+    )  # fmt: skip
+    taps = 1 if conv_weight_CW is None else conv_weight_CW.shape[1]
+    small = [ring.slots_B, ring.lengths_B, ring.outside_B, ring.cos_BD, ring.sin_BD]
+    early = overlap.options(
+        qkv_BC.device, state_BHDD, conv_history_BCP, conv_weight_CW, log_rate_H, rate_bias_H,
+        norm_weight_HD, *small,
+    )  # fmt: skip
+    slots_B, lengths_B, outside_B, cos_BD, sin_BD = (
+        None if x is None else x.contiguous() for x in small
+    )
+    rest_BH = ring.rest_BH if ring.rest_BH.stride(1) == 1 else ring.rest_BH.contiguous()
+    keys_BHSD, values_BHSD = ring.keys_BHSD, ring.values_BHSD
+    side_by_side = keys_BHSD.stride(2) == values_BHSD.stride(2) == width
+    slots, bytes_each = keys_BHSD.shape[2], keys_BHSD.element_size()
+    constants = _plan(width, taps, slots, bytes_each, side_by_side)
+    with torch.cuda.device_of(qkv_BC):
+        window_step_kernel[(batch * heads,)](
+            *given.tensors, scale, eps, beta_factor, *given.rows, keys_BHSD, values_BHSD, slots_B,
+            lengths_B, outside_B, rest_BH, cos_BD, sin_BD, y_BHD, *_score_units(ring),
+            slots, *keys_BHSD.stride()[:3], *values_BHSD.stride()[:3],
+            rest_BH.stride(0), heads, width, taps, activation == "silu", gate_fn, NORM_EPS,
+            ring.soft_cap is not None, **constants, **early,
+        )  # fmt: skip
+    given.put_back(state_BHDD, conv_history_BCP)
+    return y_BHD
+
+
+def _score_units(ring: Ring) -> tuple[float, float]:
+    """Factor of the scores and their cap, as exponentials of 2 need them."""
+    log2_e = math.log2(math.e)
+    if ring.soft_cap is None:
+        return ring.scale * log2_e, 1.0
+    return ring.scale / ring.soft_cap, ring.soft_cap * log2_e
+
+
+@cache
+def _plan(width: int, taps: int, slots: int, bytes_each: int, side_by_side: bool) -> dict[str, int]:
+    """The kernel's constants and its launch options."""
+    block = triton.next_power_of_2(width)
+    state = plan(width, width, taps, TILE, ELEMENTS if block <= 128 else 2 * ELEMENTS, REGISTERS)
+    keys = max(16, min(state["BV"] // SHARE, triton.next_power_of_2(slots)))
+    fitting = max(1, AHEAD_BYTES // (keys * block * bytes_each))
+    ahead = min(triton.cdiv(slots, keys), fitting, MOST_AHEAD)
+    long = slots > ahead * keys
+    ahead = max(1, ahead // 2) if long else ahead  # a loop needs registers as well
+    return {
+        "BN": keys, "AHEAD": ahead, "LONG": long, "STAGES": STAGES,
+        "FETCH": long and side_by_side,
+        **state,
+    }  # fmt: skip
