@@ -31,7 +31,7 @@ HEADS = 16  # rows of the smallest matrix unit
 RESIDENT = {"single": 4, "grouped": 2}  # programs a multiprocessor that keep its memory busy
 MOST_PARTS = 256
 FETCHED = 64  # keys and values of a part that are asked for before the query is there
-TOGETHER = 4096  # parts times channels put together at a time; twice that takes more registers
+TOGETHER = 4096  # parts times channels put together at a time; with twice that fewer programs fit
 CHANNELS = 32  # of a program of the second kernel
 
 
