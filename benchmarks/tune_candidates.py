@@ -96,7 +96,7 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
     "decode_attention": [
         {"FETCHED": 0}, {"FETCHED": 128}, {"STAGES": 2}, {"STAGES": 4}, {"TILE": 2048, "STAGES": 5},
         {"TILE": 8192, "STAGES": 2}, {"RESIDENT": {"single": 6, "grouped": 2}},
-        {"RESIDENT": {"single": 3, "grouped": 2}}, {"COMBINE": (32, 64)}, {"COMBINE": (64, 32)},
+        {"RESIDENT": {"single": 3, "grouped": 2}}, {"TOGETHER": 8192}, {"TOGETHER": 2048},
     ],
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ltconvert.convert.decode_layers import AttentionStep, Now
+from ltconvert.convert.decode_layers import AttentionStep, Now, placed
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.depth_plan import ATTENTION, FFN, DepthVisit
 from ltconvert.convert.students.depth_stream import DepthStream
@@ -49,13 +49,14 @@ class DepthNow:
 class MixtureOfDepthsStep(AttentionStep):
     """Softmax attention over a slot's keys and the token's own depth."""
 
-    def attend(self, q_BHD: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
+    def attend(self, qkv_BM: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
         """See ``AttentionStep``."""
         mixer: Any = self.layer.mixer
         assert now.depth is not None
         view = now.depth.stream.view(now.depth.visit)
         if not view.count:
-            return super().attend(q_BHD, cache_layer, now)
+            return super().attend(qkv_BM, cache_layer, now)
+        q_BHD = placed(qkv_BM, mixer, cache_layer, now, norms=True)
         how = {"scale": mixer.spec.attention_scale, "soft_cap": mixer.spec.attention_softcap}
         o_BHD, log_sum_BH = decode_attention_with_sum(
             q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots], **how

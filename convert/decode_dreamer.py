@@ -137,7 +137,7 @@ class TokenVisit(Visit):
         if isinstance(pool, RecurrentPool):
             o_BHD = self._recurred(qkv_BM, pool.cores[at.layer], projected[3:-1])
         else:
-            o_BHD = self._attended(qkv_BM, pool, at)
+            o_BHD = attended(qkv_BM, pool.spec, at.rope_name, self.cache_layer, self.now)
         return o_BHD.flatten(1)[:, None]
 
     def own_rows(self, router: Router) -> PickedRows:
@@ -151,15 +151,6 @@ class TokenVisit(Visit):
     def chosen_rows(self, routes: Routes, router: Router) -> PickedRows:
         """See ``Visit``."""
         return PickedRows(routes.chosen_NK, routes.weights_NK, router.experts, router.nulls)
-
-    def _attended(self, qkv_BM: Tensor, pool: AttentionPool, at: Depth) -> Tensor:
-        cache, now = self.cache_layer, self.now
-        cos_BD, sin_BD = (None, None) if at.rope_name is None else now.rope[at.rope_name]
-        q_BHD = decode_heads(
-            qkv_BM, cache.keys, cache.values, now.slots[cache.slots],
-            num_heads=pool.spec.num_attention_heads, cos_BD=cos_BD, sin_BD=sin_BD,
-        )  # fmt: skip
-        return attended(q_BHD, pool.spec, cache, now)
 
     def _recurred(self, qkv_BM: Tensor, core: Any, others: Sequence[Tensor]) -> Tensor:
         rates = len(core.RATES)

@@ -22,7 +22,7 @@ from ltconvert.convert.mixers.norm import RMSNorm
 from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.static_layers import StaticKeys
 from ltconvert.convert.teachers.spec import TeacherSpec
-from ltconvert.kernels.decode_attention import decode_attention
+from ltconvert.kernels.decode_attention import decode_self_attention
 from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_linear import GateActivation, decode_linear
 from ltconvert.kernels.gdn_window_step import Ring
@@ -46,6 +46,7 @@ class Now(Place):
         used: by number of slots, how many are filled then, [B].
         outside: by window, whether a token of the row lies before it, [B].
         first: the slot of a cache that has one, [B].
+        arrivals: room for attention to count in, [B, H], see ``decode_attention``.
         kept: by layer, the projections of its last visit, [B, R]; None where nobody asks.
         depth: the token's depth stream; None where no layer reads one.
     """
@@ -54,6 +55,7 @@ class Now(Place):
     used: dict[int, Tensor]
     outside: dict[int, Tensor]
     first: Tensor
+    arrivals: Tensor
     kept: dict[LayerStep, Tensor] | None = None
     depth: DepthNow | None = None
 
@@ -104,20 +106,19 @@ class AttentionStep(LayerStep):
     def mix(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
         """See ``LayerStep``."""
         width = sum(self.sizes[:3])
-        o_BM = self.attend(self._place(y_BR, cache_layer, now), cache_layer, now).flatten(1)
+        o_BM = self.attend(y_BR[:, :width], cache_layer, now).flatten(1)
         return o_BM if len(self.sizes) == 3 else o_BM * (2.0 * torch.sigmoid(y_BR[:, width:]))
 
-    def attend(self, q_BHD: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
-        """Queries -> outputs of the heads, [B, H, D]."""
-        return attended(q_BHD, self.layer.mixer.spec, cache_layer, now)
+    def attend(self, qkv_BM: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
+        """q, k and v side by side -> outputs of the heads, [B, H, D]; k and v are kept."""
+        mixer: Any = self.layer.mixer
+        norms = _head_norms(mixer)
+        return attended(qkv_BM, mixer.spec, mixer.rope_name, cache_layer, now, **norms)
 
     def take_in(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> None:
         """See ``LayerStep``."""
-        self._place(y_BR, cache_layer, now)
-
-    def _place(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> Tensor:
-        width = sum(self.sizes[:3])
-        return placed(y_BR[:, :width], self.layer.mixer, cache_layer, now, norms=True)
+        qkv_BM = y_BR[:, : sum(self.sizes[:3])]
+        placed(qkv_BM, self.layer.mixer, cache_layer, now, norms=True)
 
 
 class LinearStep(LayerStep):
@@ -182,11 +183,21 @@ def placed(qkv_BM: Tensor, mixer: Any, cache: StaticKeys, now: Now, *, norms: bo
     )  # fmt: skip
 
 
-def attended(q_BHD: Tensor, spec: TeacherSpec, cache: StaticKeys, now: Now) -> Tensor:
-    """Softmax attention over what a slot holds, [B, H, D]."""
-    return decode_attention(
-        q_BHD, cache.keys, cache.values, now.used[cache.slots],
-        scale=spec.attention_scale, soft_cap=spec.attention_softcap,
+def attended(
+    qkv_BM: Tensor,
+    spec: TeacherSpec,
+    rope_name: str | None,
+    cache: StaticKeys,
+    now: Now,
+    **norms: Any,
+) -> Tensor:
+    """Softmax attention over what a slot holds, the token's own key in it, [B, H, D]."""
+    cos_BD, sin_BD = (None, None) if rope_name is None else now.rope[rope_name]
+    return decode_self_attention(
+        qkv_BM, cache.keys, cache.values, now.slots[cache.slots], now.used[cache.slots],
+        num_heads=spec.num_attention_heads, scale=spec.attention_scale,
+        soft_cap=spec.attention_softcap, cos_BD=cos_BD, sin_BD=sin_BD, arrivals_BH=now.arrivals,
+        **norms,
     )  # fmt: skip
 
 

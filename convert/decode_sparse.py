@@ -46,6 +46,7 @@ class SparseAttentionStep(LayerStep):
         o_BHD = decode_attention(
             q_BHD, k_BGSD, v_BGSD, used_B,
             scale=mixer.spec.attention_scale, soft_cap=mixer.spec.attention_softcap,
+            arrivals_BH=now.arrivals,
         )  # fmt: skip
         return o_BHD.flatten(1)
 
@@ -93,6 +94,7 @@ class BlockSparseAttentionStep(LayerStep):
             o_BHD = decode_attention(
                 q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots],
                 scale=spec.attention_scale, soft_cap=spec.attention_softcap,
+                arrivals_BH=now.arrivals,
             )  # fmt: skip
             return o_BHD.flatten(1)
         past_B = (column_B - mixer.local + 1).clamp(min=0) // mixer.block

@@ -65,6 +65,10 @@ class Step:
         self.sizes = sorted({layer.slots for layer in kinds})
         both = [layer for layer in kinds if isinstance(layer, StaticKeysAndState)]
         self.windows = sorted({layer.window for layer in both if layer.window is not None})
+        heads = model.model.spec.num_attention_heads
+        with torch.inference_mode(False):
+            self.first_B = torch.zeros_like(cache.lengths_B)
+            self.arrivals_BH = self.first_B.new_zeros(cache.batch, heads)
 
     def __call__(self, token_B: Tensor) -> Tensor:
         """One token a row at the position that its length says; lengths grow by one."""
@@ -103,8 +107,8 @@ class Step:
                 stream = Stream(h_BC + share * loop_in_BC)
             if visit.closes_loop:
                 stream, left = self._close(visit, stream, leaves)
-        self.cache.lengths_B += 1
         logits_BV, _ = stream.product(self.model.head_weight, None, decoder.norm)
+        self.cache.lengths_B += 1  # not ahead of the head, which begins early
         cap = self.model.config.final_softcap
         return logits_BV if cap is None else cap * torch.tanh(logits_BV / cap)
 
@@ -128,17 +132,20 @@ class Step:
         return (stream if left and last.closes_loop else behind), left
 
     def _now(self, kept: dict[LayerStep, Tensor] | None) -> Now:
-        lengths_B = self.cache.lengths_B
+        lengths_B, full = self.cache.lengths_B, self.cache.max_length
+        after_B = lengths_B + 1
         ropes = self.model.model._ropes.items()
         tables = {name: rope(lengths_B[:, None]) for name, rope in ropes}
         stream = depth_stream(self.model.model, tables)
         return Now(
             rope={name: (cos[:, 0], sin[:, 0]) for name, (cos, sin) in tables.items()},
             positions_B=lengths_B,
-            slots={size: lengths_B % size for size in self.sizes},
-            used={size: (lengths_B + 1).clamp(max=size) for size in self.sizes},
+            # What has room for all tokens is no ring: nothing to compute, and no launch.
+            slots={n: lengths_B if n == full else lengths_B % n for n in self.sizes},
+            used={n: after_B if n == full else after_B.clamp(max=n) for n in self.sizes},
             outside={window: lengths_B >= window for window in self.windows},
-            first=torch.zeros_like(lengths_B),
+            first=self.first_B,
+            arrivals=self.arrivals_BH,
             kept=kept,
             depth=None if stream is None else DepthNow(stream),
         )

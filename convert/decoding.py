@@ -204,11 +204,11 @@ class Decoder:
 
     def _captured(self, advance: Callable[[], None]) -> Callable[[], None]:
         """``advance`` as a replay. Kernels are compiled and tables made in a warm-up before."""
-        self.cache.reset()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP_STEPS):
+                self.cache.reset()  # there may be room for one token alone
                 advance()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -222,7 +222,8 @@ class Decoder:
         """Choose the next token of each row; in place, as a graph needs it."""
         penalised = sampling.repetition_penalty != 1
         seen_BV = self.seen_BV if penalised else None
-        self.token_B.copy_(choose(logits_BV, sampling, seen_BV=seen_BV, generator=self.generator))
+        generator, out_B = self.generator, self.token_B
+        choose(logits_BV, sampling, seen_BV=seen_BV, generator=generator, out_B=out_B)
         if penalised:
             self.seen_BV.scatter_(1, self.token_B[:, None], True)
 

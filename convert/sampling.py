@@ -48,24 +48,28 @@ def choose(
     *,
     seen_BV: Tensor | None = None,
     generator: torch.Generator | None = None,
+    out_B: Tensor | None = None,
 ) -> Tensor:
     """The next token of each row, int64 [B].
 
     Args:
         seen_BV: True at tokens that the repetition penalty is for; None when there is none.
         generator: of the logits' device; the default one when None.
+        out_B: where the tokens go; a new tensor when None.
     """
+    if sampling.temperature == 0 and seen_BV is None:
+        return torch.argmax(logits_BV, -1, out=out_B)
     logits_BV = logits_BV.float()
     if seen_BV is not None:
         penalty = sampling.repetition_penalty
         weaker_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
         logits_BV = torch.where(seen_BV, weaker_BV, logits_BV)
     if sampling.temperature == 0:
-        return logits_BV.argmax(-1)
+        return torch.argmax(logits_BV, -1, out=out_B)
     probabilities_BV = _filtered(logits_BV / sampling.temperature, sampling).softmax(-1)
     # The largest of p / e, e exponential, is token i with probability p_i: no cumulative sums.
     drawn_BV = torch.empty_like(probabilities_BV).exponential_(generator=generator)
-    return (probabilities_BV / drawn_BV).argmax(-1)
+    return torch.argmax(probabilities_BV / drawn_BV, -1, out=out_B)
 
 
 def _filtered(logits_BV: Tensor, sampling: Sampling) -> Tensor:

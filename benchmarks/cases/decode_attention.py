@@ -1,5 +1,9 @@
 """Attention of one token over a half-full cache, against a copy of the keys and values it reads.
 
+As a layer calls it: from the token's projections, positions and the token's place in the cache in
+the same op. The place holds what is written there and positions turn nothing, so that the result is
+also that of plain attention over the cache.
+
 Steps take turns over caches that are larger than a GPU's second-level cache in sum, as the layers
 of a model are. B batch, H query heads, G key/value heads, S slots, D head width.
 """
@@ -16,7 +20,7 @@ from ltconvert.benchmarks import timing
 from ltconvert.benchmarks.case import STEP, Case, Function, Inputs, Peer, Scale
 from ltconvert.benchmarks.cases.draw import Draw
 from ltconvert.benchmarks.rows import Target
-from ltconvert.kernels.decode_attention import decode_attention
+from ltconvert.kernels.decode_attention import decode_self_attention
 
 # B, H, G, keys, D; the cache has twice as many slots.
 SHAPES = {
@@ -41,11 +45,18 @@ def _case(batch: int, heads: int, groups: int, keys: int, width: int, device: to
 
     def make(seed: int) -> Inputs:
         draw = Draw(device, seed)
+        q = draw.normal(batch, heads, width)
+        k, v = (draw.normal(batch, groups, 2 * keys, width) for _ in range(2))
+        turn = torch.zeros(batch, width, device=device)
         return {
-            "q": draw.normal(batch, heads, width),
-            "k": draw.normal(batch, groups, 2 * keys, width),
-            "v": draw.normal(batch, groups, 2 * keys, width),
-            "lengths": torch.full((batch,), keys, device=device),
+            "qkv": torch.cat([q, k[:, :, keys - 1], v[:, :, keys - 1]], dim=1).flatten(1),
+            "k": k,
+            "v": v,
+            "slots": torch.full((batch,), keys - 1, dtype=torch.int32, device=device),
+            "lengths": torch.full((batch,), keys, dtype=torch.int32, device=device),
+            "cos": turn + 1.0,
+            "sin": turn,
+            "arrivals": torch.zeros(batch, heads, dtype=torch.int32, device=device),
         }
 
     def floor(inputs: Inputs) -> dict[str, float]:
@@ -67,16 +78,29 @@ def _case(batch: int, heads: int, groups: int, keys: int, width: int, device: to
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    """Output [B, H, D]."""
-    return decode_attention(q, k, v, lengths, scale=q.shape[-1] ** -0.5)
+def attend(
+    qkv: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    arrivals: Tensor,
+) -> Tensor:
+    """Output [B, H, D]; key and value stay what they are."""
+    return decode_self_attention(
+        qkv, k, v, slots, lengths, num_heads=arrivals.shape[1], scale=k.shape[-1] ** -0.5,
+        cos_BD=cos, sin_BD=sin, arrivals_BH=arrivals,
+    )  # fmt: skip
 
 
 def _sdpa(keys: int) -> Function:
-    def sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    def sdpa(qkv: Tensor, k: Tensor, v: Tensor, arrivals: Tensor, **_: Tensor) -> Tensor:
+        heads, width = arrivals.shape[1], k.shape[-1]
+        q_BH1D = qkv[:, : heads * width].unflatten(1, (heads, 1, width))
         k, v = k[:, :, :keys], v[:, :, :keys]
-        grouped = q.shape[1] != k.shape[1]
-        o_BH1D = F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=grouped)
-        return o_BH1D.squeeze(2)
+        grouped = heads != k.shape[1]
+        return F.scaled_dot_product_attention(q_BH1D, k, v, enable_gqa=grouped).squeeze(2)
 
     return sdpa

@@ -73,22 +73,26 @@ class Rope:
         self._scaling = 1.0
 
     def frequencies(self, device: torch.device | str) -> tuple[Tensor, float]:
-        """``(inv_freq_F fp32 on device, scaling)``; the scaling multiplies cos and sin (YaRN)."""
+        """``(inv_freq_D fp32 on device, scaling)``, the same for both halves of a head.
+
+        The scaling multiplies cos and sin (YaRN).
+        """
         device = torch.device(device)
         if device not in self._by_device:
             # A tensor made in inference mode or under a meta device would outlive its context.
             with torch.inference_mode(False), torch.device("cpu"):
                 inv_freq_F, self._scaling = _inverse_frequencies(self.params, self.head_dim)
-                self._by_device[device] = inv_freq_F.to(device)
+                self._by_device[device] = inv_freq_F.repeat(2).to(device)
         return self._by_device[device], self._scaling
 
     def __call__(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """``(cos_BTD, sin_BTD)`` fp32 on the device of the integer positions."""
-        inv_freq_F, scaling = self.frequencies(positions_BT.device)
-        # A product, not a matmul: autocast would run that in half precision.
-        angles_BTF = positions_BT[..., None].float() * inv_freq_F
-        angles_BTD = torch.cat((angles_BTF, angles_BTF), dim=-1)
-        return angles_BTD.cos() * scaling, angles_BTD.sin() * scaling
+        inv_freq_D, scaling = self.frequencies(positions_BT.device)
+        # A product, not a matmul: autocast would run that in half precision. Three launches, which
+        # count in a step of decoding, and two more with a scaling.
+        angles_BTD = positions_BT[..., None] * inv_freq_D
+        cos_BTD, sin_BTD = angles_BTD.cos(), angles_BTD.sin()
+        return (cos_BTD, sin_BTD) if scaling == 1.0 else (cos_BTD * scaling, sin_BTD * scaling)
 
 
 def rope_tables(

@@ -1,4 +1,4 @@
-"""``decode_attention`` in Triton: one launch over parts of the keys, one that puts them together.
+"""``decode_attention`` in Triton: parts of the keys, and what puts them together.
 
 The number of parts follows from sizes that the host knows, never from the lengths: a CUDA graph
 replays the same grid while a sequence grows. As in `gdn_step`, eager calls go to the kernels
@@ -21,6 +21,7 @@ from ltconvert.kernels.decode_attention.kernels import (
     grouped_kernel,
     single_kernel,
 )
+from ltconvert.kernels.decode_heads.triton import dense, norm_kind
 from ltconvert.kernels.decoding import processors
 
 TILE = 4096  # keys times channels of a block that does without matrix units: 32 keys of 128
@@ -30,36 +31,21 @@ HEADS = 16  # rows of the smallest matrix unit
 RESIDENT = {"single": 4, "grouped": 2}  # programs a multiprocessor that keep its memory busy
 MOST_PARTS = 256
 FETCHED = 64  # keys and values of a part that are asked for before the query is there
-COMBINE = (32, 32)  # parts and channels of a block of the second kernel
+TOGETHER = 4096  # parts times channels put together at a time; with twice that fewer programs fit
+CHANNELS = 32  # of a program of the second kernel
 
 
-def decode_attention(
-    q_BHD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
-    lengths_B: Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None,
-) -> Tensor:
-    """See ``ltconvert.kernels.decode_attention.decode_attention``."""
-    attend = _registered_attend if torch.compiler.is_compiling() else _attend
-    return attend(q_BHD, k_BGSD, v_BGSD, lengths_B, scale, soft_cap)
+class Token(NamedTuple):
+    """What a token brings: queries [B, H, D], or q, k and v side by side [B, M] and their slot."""
 
-
-def decode_attention_with_sum(
-    q_BHD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
-    lengths_B: Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """See ``ltconvert.kernels.decode_attention.decode_attention_with_sum``; not compiled."""
-    y_BHD, m, l = _in_parts(q_BHD, k_BGSD, v_BGSD, lengths_B, scale, soft_cap, summed=True)  # noqa: E741
-    log_sum_BH = (m * math.log(2) + l.log()).logsumexp(-1).unflatten(0, q_BHD.shape[:2])
-    return y_BHD, log_sum_BH
+    x: Tensor
+    slots: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    q_norm_weight: Tensor | None = None
+    k_norm_weight: Tensor | None = None
+    norm_eps: float = 0.0
+    norm_offset: float = 0.0
 
 
 class Plan(NamedTuple):
@@ -72,6 +58,118 @@ class Plan(NamedTuple):
     launch: dict[str, int]
 
 
+def decode_attention(
+    q_BHD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    lengths_B: Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    arrivals_BH: Tensor | None,
+) -> Tensor:
+    """See ``ltconvert.kernels.decode_attention.decode_attention``."""
+    if torch.compiler.is_compiling():
+        return _registered_attend(q_BHD, k_BGSD, v_BGSD, lengths_B, scale, soft_cap)
+    token, given = Token(q_BHD.contiguous()), (k_BGSD, v_BGSD, lengths_B, scale, soft_cap)
+    return _in_parts(token, q_BHD.shape[1], *given, arrivals_BH)[0]
+
+
+def decode_attention_with_sum(
+    q_BHD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    lengths_B: Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """See ``ltconvert.kernels.decode_attention.decode_attention_with_sum``; not compiled."""
+    token, given = Token(q_BHD.contiguous()), (k_BGSD, v_BGSD, lengths_B, scale, soft_cap)
+    y_BHD, m, l = _in_parts(token, q_BHD.shape[1], *given, summed=True)  # noqa: E741
+    log_sum_BH = (m * math.log(2) + l.log()).logsumexp(-1).unflatten(0, q_BHD.shape[:2])
+    return y_BHD, log_sum_BH
+
+
+def decode_self_attention(
+    qkv_BM: Tensor,
+    keys_BGSD: Tensor,
+    values_BGSD: Tensor,
+    slots_B: Tensor,
+    lengths_B: Tensor,
+    *,
+    num_heads: int,
+    scale: float,
+    soft_cap: float | None,
+    cos_BD: Tensor | None,
+    sin_BD: Tensor | None,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    norm_eps: float,
+    norm_offset: float,
+    arrivals_BH: Tensor | None,
+) -> Tensor:
+    """See ``ltconvert.kernels.decode_attention.decode_self_attention``; not compiled."""
+    token = Token(
+        qkv_BM if qkv_BM.stride(-1) == 1 else qkv_BM.contiguous(), slots_B.contiguous(),
+        dense(cos_BD), dense(sin_BD), dense(q_norm_weight), dense(k_norm_weight),
+        norm_eps, norm_offset,
+    )  # fmt: skip
+    y_BHD, *_ = _in_parts(
+        token, num_heads, keys_BGSD, values_BGSD, lengths_B, scale, soft_cap, arrivals_BH
+    )
+    return y_BHD
+
+
+def _in_parts(
+    token: Token,
+    heads: int,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    arrivals_BH: Tensor | None = None,
+    *,
+    summed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs; where ``summed`` also each part's largest score and sum, [B * H, parts], base 2."""
+    batch, groups, slots, width = k_BGSD.shape
+    y_BHD = token.x.new_empty(batch, heads, width)
+    if not batch:
+        return y_BHD, *y_BHD.new_empty(2, 0, 1, dtype=torch.float32)
+    full = token.x.dtype == torch.float32
+    plan = _plan(batch, heads, groups, slots, width, full, processors(token.x.device))
+    whole = plan.parts == 1 and not summed
+    o, m, l = (y_BHD,) * 3  # noqa: E741
+    if not whole:
+        o = token.x.new_empty(batch * heads, plan.parts, width, dtype=torch.float32)
+        m, l = token.x.new_empty(2, batch * heads, plan.parts, dtype=torch.float32)  # noqa: E741
+    factor = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
+    cap = 1.0 if soft_cap is None else soft_cap * math.log2(math.e)
+    x, slots_B, *row, norm_eps, norm_offset = token
+    early = overlap.options(x.device, lengths_B)
+    kernel, counted = grouped_kernel if plan.grouped else single_kernel, {}
+    if not plan.grouped:
+        counted["arrived_ptr"] = None if whole or summed else arrivals_BH
+    with torch.cuda.device_of(x):
+        kernel[(plan.programs,)](
+            x, *row, slots_B, k_BGSD, v_BGSD, lengths_B.contiguous(), o, m, l, y_BHD, factor, cap,
+            norm_eps, norm_offset, plan.parts, slots, x.stride(0), *k_BGSD.stride()[:3],
+            *v_BGSD.stride()[:3], H=heads, OWN=slots_B is not None,
+            NORM=norm_kind(token.q_norm_weight, width), CAPPED=soft_cap is not None, WHOLE=whole,
+            D=width, BW=triton.next_power_of_2(heads * width),
+            FETCH=FETCHED if k_BGSD.stride(2) == v_BGSD.stride(2) == width else 0,
+            **counted, **plan.constants, **plan.launch, **early,
+        )  # fmt: skip
+        if not whole and counted.get("arrived_ptr") is None:
+            combine_kernel[(batch * heads * triton.cdiv(width, CHANNELS),)](
+                o, m, l, y_BHD, plan.parts, D=width, BD=CHANNELS,
+                BP=_together(plan.parts, CHANNELS), num_warps=4, **early,
+            )  # fmt: skip
+    return y_BHD, m, l
+
+
 def _attend(
     q_BHD: Tensor,
     k_BGSD: Tensor,
@@ -80,53 +178,8 @@ def _attend(
     scale: float,
     soft_cap: float | None,
 ) -> Tensor:
-    return _in_parts(q_BHD, k_BGSD, v_BGSD, lengths_B, scale, soft_cap, summed=False)[0]
-
-
-def _in_parts(
-    q_BHD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
-    lengths_B: Tensor,
-    scale: float,
-    soft_cap: float | None,
-    *,
-    summed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs; where ``summed`` also each part's largest score and sum, [B * H, parts], base 2."""
-    batch, heads, width = q_BHD.shape
-    groups, slots = k_BGSD.shape[1:3]
-    y_BHD = q_BHD.new_empty(q_BHD.shape)
-    if not batch:
-        return y_BHD, *y_BHD.new_empty(2, 0, 1, dtype=torch.float32)
-    plan = _plan(
-        batch, heads, groups, slots, width, q_BHD.dtype == torch.float32, processors(q_BHD.device)
-    )
-    whole = plan.parts == 1 and not summed
-    o, m, l = (y_BHD,) * 3  # noqa: E741
-    if not whole:
-        o = q_BHD.new_empty(batch * heads, plan.parts, width, dtype=torch.float32)
-        m, l = q_BHD.new_empty(2, batch * heads, plan.parts, dtype=torch.float32)  # noqa: E741
-    factor = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
-    cap = 1.0 if soft_cap is None else soft_cap * math.log2(math.e)
-    kernel = grouped_kernel if plan.grouped else single_kernel
-    early = overlap.options(q_BHD.device, lengths_B)
-    side_by_side = k_BGSD.stride(2) == v_BGSD.stride(2) == width
-    with torch.cuda.device_of(q_BHD):
-        kernel[(plan.programs,)](
-            q_BHD.contiguous(), k_BGSD, v_BGSD, lengths_B.contiguous(), o, m, l, factor, cap,
-            plan.parts, slots, *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
-            H=heads, CAPPED=soft_cap is not None, WHOLE=whole, D=width,
-            FETCH=FETCHED if side_by_side else 0, **plan.constants, **plan.launch, **early,
-        )  # fmt: skip
-        if not whole:
-            parts, channels = COMBINE
-            combine_kernel[(batch * heads * triton.cdiv(width, channels),)](
-                o, m, l, y_BHD, plan.parts, D=width, BD=channels,
-                MOST=max(parts, triton.next_power_of_2(plan.parts)), BP=parts, num_warps=4,
-                **early,
-            )  # fmt: skip
-    return y_BHD, m, l
+    token = Token(q_BHD.contiguous())
+    return _in_parts(token, q_BHD.shape[1], k_BGSD, v_BGSD, lengths_B, scale, soft_cap)[0]
 
 
 _registered_attend = torch.library.custom_op(
@@ -150,7 +203,9 @@ def _plan(
         block = max(16, triton.next_power_of_2(width))
         keys = max(16, TILE // block)
         parts = _parts(cells, slots, keys, RESIDENT["single"] * multiprocessors)
-        constants = {"BD": block, "BN": keys, "STAGES": STAGES}
+        constants = {
+            "BD": block, "BN": keys, "BP": _together(parts, block), "STAGES": STAGES,
+        }  # fmt: skip
         return Plan(parts, cells * parts, False, constants, {"num_warps": 4})
     # Narrower blocks in matrix units have given wrong results on Hopper (docs/negative-results.md).
     block = max(64, triton.next_power_of_2(width))
@@ -171,3 +226,8 @@ def _parts(cells: int, slots: int, keys: int, programs: int) -> int:
     """As many as bring the programs nearest to those wanted, at most a part a block of slots."""
     wanted = (programs + cells // 2) // cells
     return max(1, min(wanted, triton.cdiv(slots, keys), MOST_PARTS))
+
+
+def _together(parts: int, channels: int) -> int:
+    """Of how many parts so many channels are put together at a time."""
+    return min(max(32, triton.next_power_of_2(parts)), TOGETHER // channels)

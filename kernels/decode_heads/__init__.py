@@ -37,6 +37,42 @@ def decode_heads(
     Raises:
         ValueError: shapes that do not fit together, or a gradient that would be needed.
     """
+    check_row(
+        qkv_BM, keys_BGSD, values_BGSD, slots_B, num_heads, cos_BD, sin_BD, q_norm_weight,
+        k_norm_weight,
+    )  # fmt: skip
+    if out_BHD is None:
+        out_BHD = qkv_BM.new_empty(len(qkv_BM), num_heads, keys_BGSD.shape[-1])
+    refuse_gradients("decode_heads", qkv_BM, q_norm_weight, k_norm_weight)
+    limit = limits.of_precision(qkv_BM, keys_BGSD)
+    dispatch.implementation("decode_heads", qkv_BM.device, limit).decode_heads(
+        qkv_BM,
+        keys_BGSD,
+        values_BGSD,
+        slots_B,
+        out_BHD,
+        cos_BD,
+        sin_BD,
+        q_norm_weight,
+        k_norm_weight,
+        norm_eps,
+        norm_offset,
+    )
+    return out_BHD
+
+
+def check_row(
+    qkv_BM: Tensor,
+    keys_BGSD: Tensor,
+    values_BGSD: Tensor,
+    slots_B: Tensor,
+    num_heads: int,
+    cos_BD: Tensor | None,
+    sin_BD: Tensor | None,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+) -> None:
+    """Raise ValueError where these do not fit together; see ``decode_heads``."""
     rows, kv_heads, _, width = keys_BGSD.shape
     channels = (num_heads + 2 * kv_heads) * width
     if (
@@ -62,21 +98,3 @@ def decode_heads(
                 f"norm weights must have {width} entries, or {num_heads * width} and "
                 f"{kv_heads * width}; got {sizes[0]} and {sizes[1]}"
             )
-    if out_BHD is None:
-        out_BHD = qkv_BM.new_empty(rows, num_heads, width)
-    refuse_gradients("decode_heads", qkv_BM, q_norm_weight, k_norm_weight)
-    limit = limits.of_precision(qkv_BM, keys_BGSD)
-    dispatch.implementation("decode_heads", qkv_BM.device, limit).decode_heads(
-        qkv_BM,
-        keys_BGSD,
-        values_BGSD,
-        slots_B,
-        out_BHD,
-        cos_BD,
-        sin_BD,
-        q_norm_weight,
-        k_norm_weight,
-        norm_eps,
-        norm_offset,
-    )
-    return out_BHD

@@ -29,14 +29,12 @@ def decode_heads(
     for name, tensor in by_name.items():
         if tensor.stride(-1) != 1:
             raise ValueError(f"the last axis of {name} has to be contiguous")
-    norm = "none"
-    if q_norm_weight is not None:
-        norm = "head" if q_norm_weight.numel() == width else "full"
+    norm = norm_kind(q_norm_weight, width)
     with torch.cuda.device_of(qkv_BM):
         heads_kernel[(rows * (heads + 2 * kv_heads),)](
-            qkv_BM, _dense(cos_BD), _dense(sin_BD), _dense(q_norm_weight), _dense(k_norm_weight),
+            qkv_BM, dense(cos_BD), dense(sin_BD), dense(q_norm_weight), dense(k_norm_weight),
             slots_B.contiguous(), out_BHD, keys_BGSD, values_BGSD, norm_eps, norm_offset,
-            qkv_BM.stride(0),
+            keys_BGSD.shape[2], qkv_BM.stride(0),
             *out_BHD.stride()[:2], *keys_BGSD.stride()[:3], *values_BGSD.stride()[:3],
             H=heads, G=kv_heads, D=width, BD=triton.next_power_of_2(width),
             BW=triton.next_power_of_2(max(heads, kv_heads) * width),
@@ -44,5 +42,13 @@ def decode_heads(
         )  # fmt: skip
 
 
-def _dense(tensor: Tensor | None) -> Tensor | None:
+def norm_kind(q_norm_weight: Tensor | None, width: int) -> str:
+    """What ``heads_of`` takes as NORM: a norm over each head, over the projection, or none."""
+    if q_norm_weight is None:
+        return "none"
+    return "head" if q_norm_weight.numel() == width else "full"
+
+
+def dense(tensor: Tensor | None) -> Tensor | None:
+    """As the kernels read it."""
     return None if tensor is None else tensor.contiguous()

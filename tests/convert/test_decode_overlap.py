@@ -8,8 +8,9 @@ import pytest
 import torch
 from helpers import tiny_model, tiny_spec, tokens
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ltconvert.convert import decode_layers
+from ltconvert.convert import decode_layers, decode_stream
 from ltconvert.convert.decoding import Decoder
 from ltconvert.kernels import overlap
 from ltconvert.kernels.decode_linear import decode_linear
@@ -50,3 +51,34 @@ def test_lengths_are_older_than_the_embedding(monkeypatch: pytest.MonkeyPatch) -
     with torch.no_grad():
         decoder.step(torch.tensor([3]))
     assert order == ["_now", "embed"]
+
+
+class Launched(TorchDispatchMode):
+    """Names of the ops that ran in a block, but for those that only look at a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not op.is_view:
+            self.names.append(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_step_launches_little_outside_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch takes its microseconds, before and behind what the layers have to read."""
+    model = tiny_model(tiny_spec("llama", layer_windows=(None, 7, 7)))
+    decoder = Decoder(model, 2, 12)
+    advance = decoder.prepare()
+    decoder.prefill(tokens(2, 5), [0, 2])
+    decoder.step.layers = [lambda stream, *_: stream] * len(decoder.step.layers)
+    monkeypatch.setattr(
+        decode_stream, "decode_linear", lambda h_BC, weight, *_, **__: h_BC @ weight.T
+    )
+    with torch.no_grad(), Launched() as launched:
+        advance()
+    # The last ahead of the layers is younger than what kernels read before they wait.
+    assert launched.names[-4:] == ["embedding", "mm", "add_", "argmax"]
+    positions, ring = ["mul", "cos", "sin"], ["remainder", "clamp"]
+    assert sorted(launched.names[:-4]) == sorted(["add", *positions, *ring])

@@ -223,7 +223,7 @@ class ByDefinition:
             q, k = norm(q, self.eps, gains[0]), norm(k, self.eps, gains[1])
         q, k = q.view(H, D), k.view(G, D)
         if (name := spec.layer_rope[layer]) is not None:
-            frequencies = self.inner._ropes[name].frequencies("cpu")[0].double()
+            frequencies = self.inner._ropes[name].frequencies("cpu")[0].double()[: D // 2]
             q, k = turned(q, t * frequencies), turned(k, t * frequencies)
         return [q, k, v]
 

@@ -67,6 +67,7 @@ def by_definition(
         mixer = layer.mixer
         name = spec.layer_rope[step.layer]
         angles = None if name is None else inner._ropes[name].frequencies("cpu")[0].double()
+        angles = None if angles is None else angles[: spec.head_dim // 2]
         depth_angles = angles if model.config.depth_rope else None
         x = layer.mixer_input(h[None])
         q, k, v = (y[0] for y in mixer.project(x))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from decode_case import DEVICE, DTYPES, GPU, needs_triton
+from heads_case import attention_of
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
@@ -53,22 +54,6 @@ def inputs(
     return {"q_BHD": q, "k_BGSD": k, "v_BGSD": v, "lengths_B": lengths.to(device)}
 
 
-def definition(
-    given: dict[str, Any], work: torch.dtype, *, scale: float, soft_cap: float | None = None
-) -> dict[str, Tensor]:
-    """One row and head at a time, in ``work``."""
-    q, k, v = (given[name].to(work) for name in ("q_BHD", "k_BGSD", "v_BGSD"))
-    o, group = torch.empty_like(q), q.shape[1] // k.shape[1]
-    for b, length in enumerate(given["lengths_B"].tolist()):
-        for h in range(q.shape[1]):
-            scores = k[b, h // group, :length] @ q[b, h] * scale
-            if soft_cap is not None:
-                scores = soft_cap * (scores / soft_cap).tanh()
-            weights = (scores - scores.max()).exp()
-            o[b, h] = weights @ v[b, h // group, :length] / weights.sum()
-    return {"o": o}
-
-
 @pytest.fixture(params=["reference", pytest.param("triton", marks=needs_triton)])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The backend asked for; in the interpreter blocks so small that keys come in several parts."""
@@ -94,7 +79,7 @@ def test_value(
 ) -> None:
     options = {"scale": 1.5 * shape[-1] ** -0.5, "soft_cap": soft_cap}
     given = inputs(shape, dtype)
-    truth, plain = (definition(given, work, **options) for work in (torch.float64, dtype))
+    truth, plain = (attention_of(given, work, **options) for work in (torch.float64, dtype))
     found = decode_attention(**given, **options)
     assert found.dtype == dtype and found.is_contiguous()
     check(judge(truth, plain, {"o": found}, dtype))
@@ -133,7 +118,7 @@ def test_any_number_of_parts(
         given[name].nan_to_num_()
     for length in (1, 16, 17, 64, 90):
         given["lengths_B"][:] = length
-        want = definition(given, torch.float64, scale=0.3)["o"].float()
+        want = attention_of(given, torch.float64, scale=0.3)["o"].float()
         torch.testing.assert_close(decode_attention(**given, scale=0.3), want)
 
 
@@ -141,7 +126,7 @@ def test_fp64_in_the_reference() -> None:
     given = inputs(SHAPES[3], torch.float64, "cpu")
     with dispatch.use("reference"):
         found = decode_attention(**given, scale=0.3, soft_cap=3.0)
-    want = definition(given, torch.float64, scale=0.3, soft_cap=3.0)["o"]
+    want = attention_of(given, torch.float64, scale=0.3, soft_cap=3.0)["o"]
     torch.testing.assert_close(found, want)
 
 
@@ -191,7 +176,7 @@ def test_scores_far_apart_and_far_from_zero(backend: str, heads: int) -> None:
     given["q_BHD"] *= 100.0
     found = decode_attention(**given, scale=30.0)
     torch.testing.assert_close(
-        found.double(), definition(given, torch.float64, scale=30.0)["o"], rtol=1e-3, atol=1e-3
+        found.double(), attention_of(given, torch.float64, scale=30.0)["o"], rtol=1e-3, atol=1e-3
     )
     far = -torch.randint(1, 5, given["q_BHD"].shape, device=DEVICE).float()  # sums are exact
     same = {**given, "k_BGSD": torch.full_like(given["k_BGSD"], 2.0**20), "q_BHD": far}
@@ -224,8 +209,10 @@ def test_a_cuda_graph_sees_lengths_change(groups: int) -> None:
         given["lengths_B"].copy_(torch.tensor(lengths))
         graph.replay()
         assert torch.equal(o, decode_attention(**given, scale=0.1))
-        truth = definition(given, torch.float64, scale=0.1)
-        check(judge(truth, definition(given, torch.bfloat16, scale=0.1), {"o": o}, torch.bfloat16))
+        truth = attention_of(given, torch.float64, scale=0.1)
+        check(
+            judge(truth, attention_of(given, torch.bfloat16, scale=0.1), {"o": o}, torch.bfloat16)
+        )
 
 
 def test_no_rows(backend: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from decode_case import DEVICE, DTYPES, GPU, needs_triton
+from heads_case import EPS, OFFSET, heads_of, token
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
@@ -17,7 +18,6 @@ from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_norm import decode_norm
 from ltconvert.kernels.parity import check, judge
 
-EPS, OFFSET = 1e-5, 0.5
 # batch, query heads, key/value heads, slots, width
 SHAPES = [(3, 4, 2, 5, 12), (1, 1, 1, 1, 2), (2, 3, 3, 4, 16)]
 if GPU:
@@ -30,65 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(dispatch, "_requests", dispatch.Requests(request.param))
     return request.param
-
-
-def inputs(
-    shape: tuple[int, ...], norm: str, rope: bool, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
-    """Keys and values lie in one tensor, so that their strides are not those of their shape."""
-    batch, heads, groups, slots, width = shape
-    generator = torch.Generator().manual_seed(sum(shape))
-
-    def normal(*size: int, to: torch.dtype = dtype) -> Tensor:
-        return torch.randn(size, generator=generator).to(DEVICE, to)
-
-    keys, values = normal(batch, groups, 2, slots, width).unbind(2)
-    wide = normal(batch, (heads + 2 * groups) * width + 3)
-    found = {
-        "qkv_BM": wide[:, : (heads + 2 * groups) * width],
-        "keys_BGSD": keys,
-        "values_BGSD": values,
-        "slots_B": torch.randint(0, slots, (batch,), generator=generator).to(DEVICE, torch.int32),
-        "num_heads": heads,
-        "norm_eps": EPS,
-        "norm_offset": OFFSET,
-    }
-    if norm != "none":
-        factor = (1, 1) if norm == "head" else (heads, groups)
-        found["q_norm_weight"] = normal(factor[0] * width)
-        found["k_norm_weight"] = normal(factor[1] * width)
-    if rope:
-        angles = normal(batch, width // 2, to=torch.float32).repeat(1, 2)
-        found |= {"cos_BD": 1.3 * angles.cos(), "sin_BD": 1.3 * angles.sin()}
-    return found
-
-
-def definition(given: dict[str, Any], work: torch.dtype) -> dict[str, Tensor]:
-    """One head at a time, in ``work``."""
-    i = {k: v.to(work) if isinstance(v, Tensor) and k != "slots_B" else v for k, v in given.items()}
-    keys, values = i["keys_BGSD"].clone(), i["values_BGSD"].clone()
-    batch, groups, _, width = keys.shape
-    heads = i["num_heads"]
-    q = keys.new_empty(batch, heads, width)
-    for b in range(batch):
-        row = i["qkv_BM"][b]
-        parts = row.split([heads * width, groups * width, groups * width])
-        for part, name in zip(parts[:2], ("q", "k"), strict=True):
-            weight = i.get(f"{name}_norm_weight")
-            for h in range(len(part) // width):
-                x = part[h * width : (h + 1) * width]
-                if weight is not None and len(weight) == width:
-                    x = x / (x.square().mean() + EPS).sqrt() * (weight + OFFSET)
-                elif weight is not None:
-                    own = weight[h * width : (h + 1) * width] + OFFSET
-                    x = x / (part.square().mean() + EPS).sqrt() * own
-                if "cos_BD" in i:
-                    turned = torch.cat([-x[width // 2 :], x[: width // 2]])
-                    x = x * i["cos_BD"][b] + turned * i["sin_BD"][b]
-                target = q[b, h] if name == "q" else keys[b, h, i["slots_B"][b]]
-                target.copy_(x)
-        values[b, :, i["slots_B"][b]] = parts[2].unflatten(0, (groups, width))
-    return {"q": q, "keys": keys, "values": values}
 
 
 def run(given: dict[str, Any], **more: Any) -> dict[str, Tensor]:
@@ -104,15 +45,15 @@ def run(given: dict[str, Any], **more: Any) -> dict[str, Tensor]:
 def test_queries_and_cache(
     backend: str, shape: tuple[int, ...], norm: str, rope: bool, dtype: torch.dtype
 ) -> None:
-    given = inputs(shape, norm, rope, dtype)
-    truth, plain = definition(given, torch.float64), definition(given, dtype)
+    given = token(shape, norm, rope, dtype)
+    truth, plain = heads_of(given, torch.float64), heads_of(given, dtype)
     check(judge(truth, plain, run(given), dtype))
 
 
 def test_queries_keys_and_values_may_go_into_one_row(backend: str) -> None:
     """As the linear mixers want them back."""
-    given = inputs((2, 3, 3, 1, 16), "full", False)
-    want = definition(given, torch.float64)
+    given = token((2, 3, 3, 1, 16), "full", False)
+    want = heads_of(given, torch.float64)
     buffer = torch.empty(2, 3, 3, 16, device=DEVICE)
     q, k, v = buffer.unbind(1)
     given |= {"keys_BGSD": k[:, :, None], "values_BGSD": v[:, :, None]}
@@ -144,15 +85,15 @@ def test_norm_and_residual(
 def test_fp64_in_the_reference() -> None:
     given = {
         k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
-        for k, v in inputs(SHAPES[0], "head", True).items()
+        for k, v in token(SHAPES[0], "head", True).items()
     }
     with dispatch.use("reference"):
         found = run(given)
-    torch.testing.assert_close(found, definition(given, torch.float64))
+    torch.testing.assert_close(found, heads_of(given, torch.float64))
 
 
 def test_wrong_arguments_are_named() -> None:
-    given = inputs(SHAPES[0], "head", True)
+    given = token(SHAPES[0], "head", True)
     for changed, message in (
         ({"num_heads": 3}, r"qkv must be \[3, 84\]"),
         ({"cos_BD": None}, "go together"),

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ltconvert.kernels import dispatch, overlap
-from ltconvert.kernels.decode_attention import decode_attention
-from ltconvert.kernels.decode_heads import decode_heads
+from ltconvert.kernels.decode_attention import decode_self_attention
 from ltconvert.kernels.decode_linear import decode_add_linear, decode_linear
 from ltconvert.kernels.decode_norm import decode_norm
 from ltconvert.kernels.gdn_window_step import Ring, gdn_window_step
@@ -80,6 +79,7 @@ class Chain:
         self.x = self.draw(rows, width)
         self.lengths = torch.full((rows,), self.S - 20, device="cuda")
         self.outside = torch.ones(rows, dtype=torch.bool, device="cuda")
+        self.arrivals = torch.zeros(rows, self.H, dtype=torch.int32, device="cuda")
         self.made = [self.layer(width, heads) for _ in range(self.layers)]
 
     def draw(self, *shape: int, scale: float = 1.0, dtype: Any = torch.bfloat16) -> Tensor:
@@ -145,8 +145,10 @@ class Chain:
                 conv_history_BCP=layer["history"],
             )  # fmt: skip
         else:
-            q = decode_heads(qkv, keys, values, slots[size], num_heads=self.H)
-            o = decode_attention(q, keys, values, used[size], scale=scale)
+            o = decode_self_attention(
+                qkv, keys, values, slots[size], used[size],
+                num_heads=self.H, scale=scale, arrivals_BH=self.arrivals,
+            )  # fmt: skip
         if linear:
             y = decode_linear(o.flatten(1), layer["out"])
             m, h = decode_add_linear(y, layer["up"], stream_BC=h, swiglu=True, **both)
@@ -198,8 +200,8 @@ def test_a_graph_keeps_early_starts(early: bool, monkeypatch: pytest.MonkeyPatch
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph):
             chain.step()
-    # Of two layers: qkv, out, up, down each; recurrence; positions, attention's two. Then a norm.
-    found, most = _programmatic_edges(graph), (5 + 7) * chain.layers // 2 + 1
+    # Of a layer: qkv, attention or recurrence and window, out, up, down. Then a norm.
+    found, most = _programmatic_edges(graph), 5 * chain.layers + 1
     assert most - 1 <= found <= most if early else not found, found  # the first may differ
 
 
