@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from accelerate import PartialState
+
+_TOGETHER = 2**24  # numbers: 64 MiB of gradients, where bandwidth counts and no longer the call
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -38,6 +41,21 @@ def sum_of_processes(value: torch.Tensor) -> torch.Tensor:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(value)
     return value
+
+
+def average_over_processes(tensors: Sequence[torch.Tensor]) -> None:
+    """The mean over the processes of a run, in place; many small tensors travel as one."""
+    begin, held = 0, 0
+    for end, tensor in enumerate(tensors, 1):
+        held += tensor.numel()
+        if held >= _TOGETHER or end == len(tensors):
+            part = tensors[begin:end]
+            mean = sum_of_processes(torch.cat([x.flatten() for x in part]))
+            mean /= torch.distributed.get_world_size()
+            pieces = mean.split([x.numel() for x in part])
+            for x, piece in zip(part, pieces, strict=True):
+                x.copy_(piece.view_as(x))
+            begin, held = end, 0
 
 
 def seed_everything(seed: int, stage: str, step: int, process: int) -> None:

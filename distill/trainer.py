@@ -32,7 +32,7 @@ from ltconvert.distill.objective import Objective, Stream, TrainResult
 from ltconvert.distill.optim import StepPlan, build_optimizer, lr_share, plan_steps, set_lr
 from ltconvert.distill.precision import autocast
 from ltconvert.distill.prefetch import Prefetch
-from ltconvert.distill.processes import seed_everything
+from ltconvert.distill.processes import average_over_processes, seed_everything
 from ltconvert.distill.progress import StepLine
 from ltconvert.distill.readings import Reading, Readings
 from ltconvert.distill.resume import (
@@ -232,9 +232,9 @@ class _Loop:
             return
         for parameter in self.parameters.values():
             # Every process has to take part for every parameter, used or not.
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            mean = self.accelerator.reduce(grad, reduction="mean")
-            parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        average_over_processes([p.grad for p in self.parameters.values() if p.grad is not None])
 
     def _average_metrics(self, sums: Mapping[str, Tensor], stop: bool) -> tuple[list[str], Tensor]:
         """Means over micro-batches and processes; the wish to stop travels with them."""

@@ -155,11 +155,12 @@ def _steps(kind: str, recorded: bool) -> tuple[list[float], dict[str, torch.Tens
     device = torch.device("cuda")
     spec = tiny_spec("llama", num_layers=4, layer_rope=("default",) * 4, layer_windows=(None,) * 4,
                      head_dim=64)  # fmt: skip
-    teacher = tiny_model(spec).to(device).requires_grad_(False)
+    teacher = tiny_model(spec).requires_grad_(False)
     student = build_student(teacher, GPU_MIXERS, {"window_tokens": 4}, share=kind == "align")
     for seed, layer in enumerate(student.model.layers):
         if layer.mixer.kind != "full":
             scatter(layer.mixer, seed + 1)
+    teacher.to(device)
     student.to(device).train()
     objective: Any = (
         AlignObjective(teacher, student)
