@@ -192,12 +192,11 @@ def _train_group(
         lr=settings.lr,
         choice_weight=settings.choice_weight,
     )
-    with inputs.warming(objective, settings):
-        # A checkpoint holds what calibration changed.
-        if settings.calibrate and not clean_up(folder):
-            # The same rows in every process, so that all start from the same mixers.
-            rows = islice(inputs.stream(settings, own=False), CALIBRATION_BATCHES)
-            batches = [batch.to(inputs.device) for batch in rows]
-            with inputs.autocast():
-                calibrate(inputs.teacher.model, inputs.student, batches, layers)
-        return inputs.train(objective, settings, folder, name)
+    # A checkpoint holds what calibration changed.
+    if settings.calibrate and not clean_up(folder):
+        # The same rows in every process, so that all start from the same mixers.
+        rows = islice(inputs.stream(settings, own=False), CALIBRATION_BATCHES)
+        batches = [batch.to(inputs.device) for batch in rows]
+        with inputs.autocast():
+            calibrate(inputs.teacher.model, inputs.student, batches, layers)
+    return inputs.train(objective, settings, folder, name)

@@ -223,8 +223,7 @@ def run(
     What the student does not share with the teacher is trained in place.
     """
     objective = prepare(inputs, settings)
-    with inputs.warming(objective, settings):
-        trained = inputs.train(objective, settings, stage_dir, stage)
+    trained = inputs.train(objective, settings, stage_dir, stage)
     facts = {"tokens": trained.tokens, "steps": trained.steps, "seconds": trained.seconds}
     return StageResult(finished(objective), facts=facts)
 

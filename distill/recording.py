@@ -16,7 +16,6 @@ from torch import Tensor
 from ltconvert.distill.data import Batch
 from ltconvert.distill.objective import Objective
 from ltconvert.errors import first_line
-from ltconvert.kernels.ahead import BUSY
 from ltconvert.recipes.runtime import GraphSetting
 
 LEAST_STEPS = 50  # recording takes about as long as this many steps save
@@ -103,8 +102,7 @@ class _Recording:
 
 def _cuda_graph(launch: Callable[[], Values]) -> tuple[Values, Callable[[], None]]:
     graph = torch.cuda.CUDAGraph()
-    # Other threads, which read data into pinned memory, may go on meanwhile; not fake steps, whose
-    # backward passes run in the same thread of autograd.
-    with BUSY, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # Other threads, which read data into pinned memory, may go on meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         values = launch()
     return values, graph.replay

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from ltconvert.distill.data import PackedStream
 from ltconvert.distill.precision import autocast
 from ltconvert.distill.processes import rank_and_world
 from ltconvert.distill.trainer import Objective, TrainResult, train
-from ltconvert.distill.warm import warming
 
 if TYPE_CHECKING:
     from ltconvert.convert.students.lt2 import LT2ForCausalLM
@@ -76,13 +74,6 @@ class StageInputs:
             compile=self.recipe.runtime.compile,
             cuda_graph=self.recipe.runtime.cuda_graph,
         )
-
-    def warming(
-        self, objective: Objective, settings: TrainSettings
-    ) -> AbstractContextManager[None]:
-        """Compile the kernels of the stage's steps while something else goes on."""
-        shape_BT = settings.rows_at_once, settings.seq_len_tokens
-        return warming(objective, shape_BT, self.device, self.precision, self.log.say)
 
     def autocast(self) -> torch.autocast:
         """Matrix products in the run's precision."""

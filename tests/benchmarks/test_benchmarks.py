@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ltconvert.benchmarks import first_step, run, step, timing
+from ltconvert.benchmarks import run, step, timing
 from ltconvert.benchmarks.case import Case, Function, Inputs, Options, Peer, Scale
 from ltconvert.benchmarks.cases import OPS, delta_rule, linear_kl
 from ltconvert.benchmarks.cases.draw import row_start
@@ -288,19 +288,6 @@ def test_training_step_compiled(monkeypatch, capsys) -> None:
     assert _toy_steps(monkeypatch, "--compile", "layers") == 0
     table = capsys.readouterr().out
     assert 0 < table.index("| reference, layers compiled |") < table.index("| plain |")
-
-
-def test_first_steps_of_a_toy(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(first_step.compilation, "compiled", partial(compiled, backend="eager"))
-    size = ["--tiny", "--rows", "1", "--length", "16", "--mixer", "gdn", "--device", "cpu"]
-    monkeypatch.setattr("sys.argv", ["first_step.py", *size, "--part", "ahead", "align", "logits"])
-    assert first_step.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[1:3] for line in lines] == [
-        [" ahead ", " align "],
-        [" ahead ", " logits "],
-    ]
-    assert {line.count("|") for line in lines} == {first_step.HEAD.count("|")}
 
 
 def test_training_step_that_does_not_compile_has_no_speed(monkeypatch, capsys) -> None:
