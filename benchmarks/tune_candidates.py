@@ -72,10 +72,13 @@ def _several(outputs: int, block: int, stages: int, warps: int, **more: Any) -> 
     }  # fmt: skip
 
 
+def _warps(single: int, several: int) -> dict[str, Any]:
+    return {"WARPS": {"single": single, "several": several}}
+
+
 CANDIDATES: dict[str, list[dict[str, Any]]] = {
     "decode_linear": [
-        {"FETCH": True}, {"ADDED_BLOCKS": 0},
-        _single(4, 2048, 2, 4), _single(4, 4096, 1, 4), _single(4, 4096, 2, 8),
+        {"FETCH": True}, _single(4, 2048, 2, 4), _single(4, 4096, 1, 4), _single(4, 4096, 2, 8),
         _single(8, 4096, 1, 8), _single(8, 4096, 2, 8), _single(8, 2048, 2, 4),
         _single(16, 4096, 1, 8), _single(2, 2048, 4, 4), _single(2, 4096, 2, 4),
         _single(1, 2048, 6, 4), _single(8, 4096, 1, 8, FETCH=True), _single(2, 1024, 4, 2),
@@ -86,12 +89,12 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
         _several(32, 16384, 3, 8), _several(16, 16384, 3, 4),
     ],
     "gdn_step": [
-        {"REGISTERS": 96}, {"REGISTERS": 64}, {"ELEMENTS": 64}, {"TILE": 8192},
-        {"TILE": 8192, "ELEMENTS": 64}, {"TILE": 4096}, {"TILE": 4096, "ELEMENTS": 64},
+        {"REGISTERS": 96}, {"REGISTERS": 64}, _warps(4, 8), _warps(8, 16), _warps(16, 4),
+        {"TILE": 8192}, {"TILE": 8192, "ELEMENTS": 64}, {"TILE": 4096},
     ],
     "gdn_window_step": [
-        {"ELEMENTS": 64}, {"SHARE": 4}, {"AHEAD_BYTES": 2**14}, {"ELEMENTS": 64, "SHARE": 4},
-        {"TILE": 8192, "ELEMENTS": 64}, {"STAGES": 4}, {"SHARE": 4, "STAGES": 5},
+        _warps(8, 8), _warps(16, 16), {"SHARE": 4}, {"AHEAD_BYTES": 2**14}, {"STAGES": 4},
+        {"TILE": 8192, "ELEMENTS": 64}, {"SHARE": 4, "STAGES": 5},
     ],
     "decode_attention": [
         {"FETCHED": 0}, {"FETCHED": 128}, {"STAGES": 2}, {"STAGES": 4}, {"TILE": 2048, "STAGES": 5},

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from ltconvert.convert.decode_stream import Stream, normed
 from ltconvert.convert.decode_weights import join, linears_of
 from ltconvert.convert.mixers.linear import Place
 from ltconvert.convert.mixers.norm import RMSNorm
@@ -25,6 +24,7 @@ from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.kernels.decode_attention import decode_self_attention
 from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_linear import GateActivation, decode_linear
+from ltconvert.kernels.decode_norm import decode_norm
 from ltconvert.kernels.gdn_window_step import Ring
 
 if TYPE_CHECKING:
@@ -70,26 +70,22 @@ class LayerStep:
         self.sizes = [linear.out_features for linear in projections]
         self.gate_up = join([layer.mlp.gate_proj, layer.mlp.up_proj])
 
-    def __call__(self, stream: Stream, cache_layer: Any, now: Now) -> Stream:
-        """The residual stream from one layer to the next."""
+    def __call__(self, h_BC: Tensor, cache_layer: Any, now: Now) -> Tensor:
+        """The residual stream [B, C] -> [B, C]."""
         layer = self.layer
-        y_BR, before_BC = stream.product(self.weight, self.bias, layer.pre_mixer_norm)
+        y_BR = decode_linear(h_BC, self.weight, self.bias, **norm_of(layer.pre_mixer_norm))
         if now.kept is not None:
             now.kept[self] = y_BR
-        o_BM = self.mix(y_BR, cache_layer, now)
-        stream = _add(o_BM, layer.mixer.o_proj, layer.post_mixer_norm, before_BC, outer=layer.outer)
-        activation = ACTIVATIONS.get(layer.mixer.spec.hidden_act)
-        if activation is None:
-            h_BC = stream.settled()
-            stream = Stream(layer.with_mlp(h_BC, layer.mlp_branch(h_BC)))
-        else:
-            m_BI, h_BC = stream.product(
-                *self.gate_up, layer.pre_mlp_norm, swiglu=True, activation=activation
-            )
-            stream = _add(m_BI, layer.mlp.down_proj, layer.post_mlp_norm, h_BC, outer=layer.outer)
+        o_BM, before_BC = self.mix(y_BR, cache_layer, now), h_BC
+        h_BC = _add(o_BM, layer.mixer.o_proj, layer.post_mixer_norm, h_BC, outer=layer.outer)
         if now.depth is not None:
             now.depth.leave(layer, before_BC, h_BC)
-        return stream
+        activation = ACTIVATIONS.get(layer.mixer.spec.hidden_act)
+        if activation is None:
+            return layer.with_mlp(h_BC, layer.mlp_branch(h_BC))
+        norm = norm_of(layer.pre_mlp_norm)
+        m_BI = decode_linear(h_BC, *self.gate_up, swiglu=True, activation=activation, **norm)
+        return _add(m_BI, layer.mlp.down_proj, layer.post_mlp_norm, h_BC, outer=layer.outer)
 
     def mix(self, y_BR: Tensor, cache_layer: Any, now: Now) -> Tensor:
         """All projections of the token -> what the output projection reads, [B, M]."""
@@ -154,12 +150,24 @@ class WindowedGatedDeltaNetStep(LinearStep):
 
 def _add(
     x_BM: Tensor, linear: nn.Linear, norm: nn.Module, residual_BC: Tensor, *, outer: bool
-) -> Stream:
-    """residual + norm(linear(x)), or with ``outer`` norm(residual + linear(x))."""
-    if isinstance(norm, RMSNorm) and not outer:
-        return Stream(residual_BC, (decode_linear(x_BM, linear.weight, linear.bias), norm))
-    h_BC = decode_linear(x_BM, linear.weight, linear.bias, residual_BO=residual_BC)
-    return Stream(normed(h_BC, norm) if isinstance(norm, RMSNorm) else h_BC)
+) -> Tensor:
+    """residual + norm(linear(x)), or with ``outer`` norm(residual + linear(x)); [B, C]."""
+    if outer or not isinstance(norm, RMSNorm):
+        h_BC = decode_linear(x_BM, linear.weight, linear.bias, residual_BO=residual_BC)
+        return normed(h_BC, norm) if isinstance(norm, RMSNorm) else h_BC
+    return normed(decode_linear(x_BM, linear.weight, linear.bias), norm, residual_BC)
+
+
+def normed(x_BC: Tensor, norm: RMSNorm, residual_BC: Tensor | None = None) -> Tensor:
+    """residual + norm(x), [B, C]."""
+    return decode_norm(x_BC, norm.weight, residual_BC, eps=norm.eps, offset=norm.offset)
+
+
+def norm_of(norm: nn.Module) -> dict[str, Any]:
+    """A norm as the keywords of ``decode_linear``."""
+    if not isinstance(norm, RMSNorm):
+        return {}
+    return {"norm_weight_C": norm.weight, "norm_eps": norm.eps, "norm_offset": norm.offset}
 
 
 def _head_norms(mixer: Any) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from ltconvert.convert.decode_layers import (
     LinearStep,
     Now,
     WindowedGatedDeltaNetStep,
+    norm_of,
+    normed,
 )
 from ltconvert.convert.decode_sparse import BlockSparseAttentionStep, SparseAttentionStep
-from ltconvert.convert.decode_stream import Stream, normed
 from ltconvert.convert.mixers.attention import Attention
 from ltconvert.convert.mixers.dsa import SparseAttention
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
@@ -36,6 +37,7 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.students.merge import in_loop
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import StaticKeys, StaticKeysAndState
+from ltconvert.kernels.decode_linear import decode_linear
 from ltconvert.kernels.overlap import overlapping
 
 EARLY_ROWS = 1  # more rows are slower for it: what waits keeps its place on the GPU from what runs
@@ -83,8 +85,7 @@ class Step:
         seen: dict[int, LayerStep] = {}  # by physical layer, the step of its last visit
         now = self._now(kept if self.exits else None)
         # Behind `now`: what is launched here ends what kernels of the layers may not wait for.
-        stream = Stream(decoder.embed(token_B))
-        loop_in_BC = prelude_BC = stream.h_BC
+        h_BC = loop_in_BC = prelude_BC = decoder.embed(token_B)
         for visit in decoder.schedule:
             layer, cache_layer = self.layers[visit.slot], self.cache.layers[visit.slot]
             if left and visit.layer in core:
@@ -92,44 +93,38 @@ class Step:
                 layer.take_in(kept[layer], cache_layer, now)
                 continue
             if visit.opens_loop and decoder.injection is not None:
-                h_BC = stream.settled()
                 if visit.loop == 0:
                     prelude_BC, h_BC = h_BC, decoder.injection.first(h_BC, now.positions_B)
-                stream = Stream(decoder.injection(h_BC, prelude_BC))
-            if visit.opens_loop and decoder.loop_residual is not None:
-                stream = Stream(loop_in_BC := stream.settled())
+                h_BC = decoder.injection(h_BC, prelude_BC)
+            if visit.opens_loop:
+                loop_in_BC = h_BC
             if now.depth is not None:
                 now.depth.turn(visit.slot)
-            stream, seen[visit.layer] = layer(stream, cache_layer, now), layer
+            h_BC, seen[visit.layer] = layer(h_BC, cache_layer, now), layer
             if visit.closes_loop and decoder.loop_residual is not None:
-                h_BC = stream.settled()
-                share = decoder.loop_residual[visit.loop].to(h_BC.dtype)
-                stream = Stream(h_BC + share * loop_in_BC)
+                h_BC = h_BC + decoder.loop_residual[visit.loop].to(h_BC.dtype) * loop_in_BC
             if visit.closes_loop:
-                stream, left = self._close(visit, stream, leaves)
-        logits_BV, _ = stream.product(self.model.head_weight, None, decoder.norm)
+                h_BC, left = self._close(visit, h_BC, leaves)
+        logits_BV = decode_linear(h_BC, self.model.head_weight, **norm_of(decoder.norm))
         self.cache.lengths_B += 1  # not ahead of the head, which begins early
         cap = self.model.config.final_softcap
         return logits_BV if cap is None else cap * torch.tanh(logits_BV / cap)
 
-    def _close(self, visit: Visit, stream: Stream, leaves: Leaving | None) -> tuple[Stream, bool]:
+    def _close(self, visit: Visit, h_BC: Tensor, leaves: Leaving | None) -> tuple[Tensor, bool]:
         """The stream behind a loop, normed where the family does so, and whether it was the last.
 
         The norm at the very end is part of the head's product.
         """
         decoder, last = self.model.model, self.model.model.schedule[-1]
-        left = visit is self.closing
-        asked = None if left else leaves
-        closes = decoder.spec.norm_closes(visit.loop) and visit is not last
-        behind = stream
-        if closes or asked is not None:
-            stream = Stream(stream.settled())
-            normed_BC = normed(stream.h_BC, decoder.norm)
-            behind = Stream(normed_BC) if closes else stream
-            left = left if asked is None else asked.after(normed_BC)
+        closes = decoder.spec.norm_closes(visit.loop)
+        at_end = visit is self.closing
+        next_BC = normed(h_BC, decoder.norm) if closes and visit is not last else h_BC
+        left = at_end
+        if leaves is not None and not at_end:
+            left = leaves.after(next_BC if closes else normed(h_BC, decoder.norm))
         if leaves is not None and left:
             self.cache.count_loops(visit.loop + 1)
-        return (stream if left and last.closes_loop else behind), left
+        return (h_BC if left and last.closes_loop else next_BC), left
 
     def _now(self, kept: dict[LayerStep, Tensor] | None) -> Now:
         lengths_B, full = self.cache.lengths_B, self.cache.max_length

@@ -7,7 +7,6 @@ model are. B batch, C channels, O outputs.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,29 +16,20 @@ from ltconvert.benchmarks import timing
 from ltconvert.benchmarks.case import STEP, Case, Function, Inputs, Peer, Scale
 from ltconvert.benchmarks.cases.draw import Draw
 from ltconvert.benchmarks.rows import Target
-from ltconvert.kernels.decode_linear import decode_add_linear, decode_linear
-from ltconvert.kernels.decode_norm import decode_norm
+from ltconvert.kernels.decode_linear import decode_linear
 
-# Outputs, channels, and what is fused; the layers of a decoder of width 2048. With "branch" what is
-# read is the sum of a stream and a normed branch, as in Ouro; `gdn_window` has 8240 outputs there.
+# Outputs, channels, and what is fused; the layers of a decoder of width 2048.
 LAYERS = (
     (6144, 2048, "norm"),
     (2048, 2048, "residual"),
     (5632, 2048, "norm, swiglu"),
     (2048, 5632, "residual"),
-    (8240, 2048, "branch, norm"),
-    (5632, 2048, "branch, norm, swiglu"),
 )
-TINY_LAYERS = (
-    (24, 16, "norm"),
-    (16, 16, "residual"),
-    (40, 16, "norm, swiglu"),
-    (24, 16, "branch, norm"),
-)
+TINY_LAYERS = ((24, 16, "norm"), (16, 16, "residual"), (40, 16, "norm, swiglu"))
 BATCHES = {"full": (1, 8), "quick": (1,), "tiny": (1, 2)}
 SHARES = {1: 0.85, 8: 0.8}  # of the floor, to be reached
 EPS = 1e-6
-PEER, APART = "torch, layer by layer", "decode_norm, decode_linear"
+PEER = "torch, layer by layer"
 TURN_BYTES = 2**27
 
 
@@ -64,9 +54,6 @@ def _case(batch: int, outputs: int, channels: int, fused: str, device: torch.dev
             found["norm_weight"] = 1.0 + draw.normal(channels, scale=0.1)
         if "residual" in fused:
             found["residual"] = draw.normal(batch, outputs)
-        if "branch" in fused:
-            found["stream"] = draw.normal(batch, channels)
-            found["branch_norm"] = 1.0 + draw.normal(channels, scale=0.1)
         return found
 
     def floor(inputs: Inputs) -> dict[str, float]:
@@ -74,16 +61,13 @@ def _case(batch: int, outputs: int, channels: int, fused: str, device: torch.dev
 
     phases = STEP if device.type == "cuda" else STEP[:1]
     share = Target(floor_share=SHARES.get(batch))
-    peers = {PEER: Peer(partial(_torch, swiglu))}
-    if "branch" in fused:
-        peers[APART] = Peer(lambda: partial(project_apart, swiglu=swiglu))
     return Case(
         op="decode_linear",
         shape=f"{batch}x{channels} to {outputs}, {fused}",
         make=make,
-        ours=partial(project_branch if "branch" in fused else project, swiglu=swiglu),
+        ours=partial(project, swiglu=swiglu),
         phases=phases,
-        peers=peers,
+        peers={PEER: Peer(partial(_torch, swiglu))},
         sets=max(2, min(64, TURN_BYTES // weight_bytes)),
         floor=floor,
         floor_name="copy of weight",
@@ -105,55 +89,19 @@ def project(
     )
 
 
-def project_branch(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor,
-    stream: Tensor,
-    branch_norm: Tensor,
-    *,
-    swiglu: bool,
-) -> tuple[Tensor, Tensor]:
-    """Output [B, O] and the stream with the branch x [B, C]."""
-    return decode_add_linear(
-        x, weight, stream_BC=stream, branch_norm_weight_C=branch_norm, branch_norm_eps=EPS,
-        norm_weight_C=norm_weight, norm_eps=EPS, swiglu=swiglu,
-    )  # fmt: skip
-
-
-def project_apart(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor,
-    stream: Tensor,
-    branch_norm: Tensor,
-    *,
-    swiglu: bool,
-) -> tuple[Tensor, Tensor]:
-    """The same in two launches."""
-    h = decode_norm(x, branch_norm, stream, eps=EPS)
-    return project(h, weight, norm_weight, swiglu=swiglu), h
-
-
 def _torch(swiglu: bool) -> Function:
     def layers(
         x: Tensor,
         weight: Tensor,
         norm_weight: Tensor | None = None,
         residual: Tensor | None = None,
-        stream: Tensor | None = None,
-        branch_norm: Tensor | None = None,
-    ) -> Any:
-        h = x
-        if stream is not None and branch_norm is not None:
-            h = x = stream + F.rms_norm(x, branch_norm.shape, branch_norm, EPS)
+    ) -> Tensor:
         if norm_weight is not None:
             x = F.rms_norm(x, norm_weight.shape, norm_weight, EPS)
         y = F.linear(x, weight)
         if swiglu:
             gate, up = y.chunk(2, -1)
             y = F.silu(gate) * up
-        y = y if residual is None else residual + y
-        return y if stream is None else (y, h)
+        return y if residual is None else residual + y
 
     return layers

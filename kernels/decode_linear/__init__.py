@@ -5,7 +5,6 @@ B batch, C channels, O outputs, R rows of the weight: 2 O where a gate stands be
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Literal
 
 from torch import Tensor
@@ -42,11 +41,30 @@ def decode_linear(
         ValueError: shapes or dtypes that do not fit together, an unknown activation, or a gradient
             that would be needed.
     """
-    given = {
-        "bias": bias_O, "norm's weight": norm_weight_C, "residual": residual_BO,
-    }  # fmt: skip
-    module = _checked("decode_linear", x_BC, weight_OC, given, swiglu, activation)
-    return module.decode_linear(
+    batch, channels = x_BC.shape
+    rows = weight_OC.shape[0]
+    outputs = rows // 2 if swiglu else rows
+    if weight_OC.shape != (rows, channels) or (swiglu and rows % 2) or not channels:
+        raise ValueError(
+            f"with x {list(x_BC.shape)}, the weight must be [outputs, {channels}] (twice the "
+            f"outputs with swiglu) and have channels, got {list(weight_OC.shape)}"
+        )
+    sizes = (
+        ("bias", bias_O, (rows,)),
+        ("norm's weight", norm_weight_C, (channels,)),
+        ("residual", residual_BO, (batch, outputs)),
+    )
+    for name, tensor, size in sizes:
+        if tensor is not None and tensor.shape != size:
+            raise ValueError(f"the {name} must be {list(size)}, got {list(tensor.shape)}")
+    for name, tensor in (("weight", weight_OC), ("bias", bias_O), ("residual", residual_BO)):
+        if tensor is not None and tensor.dtype != x_BC.dtype:
+            raise ValueError(f"the {name} must have x's dtype {x_BC.dtype}, got {tensor.dtype}")
+    if activation not in ("silu", "gelu_tanh"):
+        raise ValueError(f"activation must be 'silu' or 'gelu_tanh', got {activation!r}")
+    refuse_gradients("decode_linear", x_BC, weight_OC, bias_O, norm_weight_C, residual_BO)
+    limit = limits.of_decode_linear(x_BC, weight_OC)
+    return dispatch.implementation("decode_linear", x_BC.device, limit).decode_linear(
         x_BC,
         weight_OC,
         bias_O,
@@ -57,82 +75,3 @@ def decode_linear(
         swiglu=swiglu,
         activation=activation,
     )
-
-
-def decode_add_linear(
-    x_BC: Tensor,
-    weight_OC: Tensor,
-    bias_O: Tensor | None = None,
-    *,
-    stream_BC: Tensor,
-    branch_norm_weight_C: Tensor,
-    branch_norm_eps: float = 1e-6,
-    branch_norm_offset: float = 0.0,
-    norm_weight_C: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-    swiglu: bool = False,
-    activation: GateActivation = "silu",
-) -> tuple[Tensor, Tensor]:
-    """``decode_linear`` of a stream to which a branch x is yet to be added: (y [B, O], h [B, C]).
-
-    ``h = stream + x * rsqrt(mean(x^2) + branch_norm_eps) * (branch_norm_offset +
-    branch_norm_weight)``, as ``decode_norm`` makes it, and y from h as ``decode_linear`` makes it.
-    No gradient.
-
-    Raises:
-        ValueError: as ``decode_linear``.
-    """
-    given = {
-        "bias": bias_O, "norm's weight": norm_weight_C,
-        "branch norm's weight": branch_norm_weight_C, "stream": stream_BC,
-    }  # fmt: skip
-    module = _checked("decode_add_linear", x_BC, weight_OC, given, swiglu, activation)
-    found: tuple[Tensor, Tensor] = module.decode_add_linear(
-        x_BC,
-        weight_OC,
-        bias_O,
-        stream_BC=stream_BC,
-        branch_norm_weight_C=branch_norm_weight_C,
-        branch_norm_eps=branch_norm_eps,
-        branch_norm_offset=branch_norm_offset,
-        norm_weight_C=norm_weight_C,
-        norm_eps=norm_eps,
-        norm_offset=norm_offset,
-        swiglu=swiglu,
-        activation=activation,
-    )
-    return found
-
-
-def _checked(
-    name: str,
-    x_BC: Tensor,
-    weight_OC: Tensor,
-    given: dict[str, Tensor | None],
-    swiglu: bool,
-    activation: str,
-) -> ModuleType:
-    """The module that runs the op, after a look at what it is given."""
-    batch, channels = x_BC.shape
-    rows = weight_OC.shape[0]
-    if weight_OC.shape != (rows, channels) or (swiglu and rows % 2) or not channels:
-        raise ValueError(
-            f"with x {list(x_BC.shape)}, the weight must be [outputs, {channels}] (twice the "
-            f"outputs with swiglu) and have channels, got {list(weight_OC.shape)}"
-        )
-    sizes = {
-        "bias": (rows,), "norm's weight": (channels,), "branch norm's weight": (channels,),
-        "residual": (batch, rows // 2 if swiglu else rows), "stream": (batch, channels),
-    }  # fmt: skip
-    for what, tensor in given.items():
-        if tensor is not None and tensor.shape != sizes[what]:
-            raise ValueError(f"the {what} must be {list(sizes[what])}, got {list(tensor.shape)}")
-    for what, tensor in {"weight": weight_OC, **given}.items():
-        if tensor is not None and tensor.dtype != x_BC.dtype and not what.endswith("norm's weight"):
-            raise ValueError(f"the {what} must have x's dtype {x_BC.dtype}, got {tensor.dtype}")
-    if activation not in ("silu", "gelu_tanh"):
-        raise ValueError(f"activation must be 'silu' or 'gelu_tanh', got {activation!r}")
-    refuse_gradients(name, x_BC, weight_OC, *given.values())
-    limit = limits.of_decode_linear(x_BC, weight_OC)
-    return dispatch.implementation("decode_linear", x_BC.device, limit)

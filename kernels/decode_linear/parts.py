@@ -25,16 +25,6 @@ def scaled(x, factor, weight_C, offset, x_ptr):
 
 
 @triton.jit
-def added(stream_C, x_C, factor, weight_C, offset, x_ptr):
-    """stream + norm(x), as ``decode_norm`` would store it; ``factor`` is one over the size of x.
-
-    Weights come first: what waits for the factor is then two numbers a channel, not three.
-    """
-    x_C = x_C.to(tl.float32) * (weight_C.to(tl.float32) + offset)
-    return rounded(stream_C.to(tl.float32) + x_C * factor, x_ptr)
-
-
-@triton.jit
 def optional(ptr, at, mask):
     """Elements in fp32, zeros where there is no tensor."""
     if ptr is None:

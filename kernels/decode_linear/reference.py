@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from ltconvert.kernels.decode_norm.reference import decode_norm
 
 
 @torch.no_grad()
@@ -38,21 +34,3 @@ def decode_linear(
         else:
             y_BO = F.gelu(gate_BO, approximate="tanh") * up_BO
     return y_BO if residual_BO is None else residual_BO + y_BO
-
-
-@torch.no_grad()
-def decode_add_linear(
-    x_BC: Tensor,
-    weight_OC: Tensor,
-    bias_O: Tensor | None,
-    *,
-    stream_BC: Tensor,
-    branch_norm_weight_C: Tensor,
-    branch_norm_eps: float,
-    branch_norm_offset: float,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """See ``ltconvert.kernels.decode_linear.decode_add_linear``."""
-    norm = {"eps": branch_norm_eps, "offset": branch_norm_offset}
-    h_BC = decode_norm(x_BC, branch_norm_weight_C, stream_BC, **norm)
-    return decode_linear(h_BC, weight_OC, bias_O, residual_BO=None, **options), h_BC

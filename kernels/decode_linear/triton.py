@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ltconvert.kernels import overlap
 from ltconvert.kernels.decode_linear.kernels import several_kernel, single_kernel
-from ltconvert.kernels.decode_norm.triton import decode_norm
 from ltconvert.kernels.decoding import processors
 from ltconvert.kernels.limits import MOST_DECODED_ROWS
 
@@ -25,7 +24,6 @@ ROW_BYTES = 2048  # of a row of the weight in a block: 16 a thread
 AHEAD = 3  # such blocks on their way, paid in registers
 READ_BYTES = 16  # that a thread reads at once
 FETCH = False  # all weights of a program are asked for before x is there
-ADDED_BLOCKS = 4  # of a row that programs add up themselves; wider ones cost too many registers
 # For several rows of x:
 WIDE_OUTPUTS = (64, 32, 16)  # of a program
 WIDE_WARPS = 4
@@ -48,42 +46,10 @@ def decode_linear(
 ) -> Tensor:
     """See ``ltconvert.kernels.decode_linear.decode_linear``."""
     run = _registered_run if torch.compiler.is_compiling() else _run
-    (y_BO,) = run(
+    return run(
         x_BC, weight_OC, bias_O, norm_weight_C, residual_BO, norm_eps, norm_offset, swiglu,
         activation,
     )  # fmt: skip
-    return y_BO
-
-
-def decode_add_linear(
-    x_BC: Tensor,
-    weight_OC: Tensor,
-    bias_O: Tensor | None,
-    *,
-    stream_BC: Tensor,
-    branch_norm_weight_C: Tensor,
-    branch_norm_eps: float,
-    branch_norm_offset: float,
-    norm_weight_C: Tensor | None,
-    norm_eps: float,
-    norm_offset: float,
-    swiglu: bool,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
-    """See ``ltconvert.kernels.decode_linear.decode_add_linear``; two launches where a program
-    cannot hold the row.
-    """
-    run = _registered_run if torch.compiler.is_compiling() else _run
-    how = norm_weight_C, None, norm_eps, norm_offset, swiglu, activation
-    branch = branch_norm_weight_C, branch_norm_eps, branch_norm_offset
-    most = ADDED_BLOCKS * _block(x_BC.shape[1], x_BC.element_size())
-    if len(x_BC) == 1 and len(weight_OC) and x_BC.shape[1] <= most:
-        y_BO, h_BC = run(x_BC, weight_OC, bias_O, *how, stream_BC, *branch)
-    else:
-        weight_C, eps, offset = branch
-        h_BC = decode_norm(x_BC, weight_C, stream_BC, eps=eps, offset=offset)
-        (y_BO,) = run(h_BC, weight_OC, bias_O, *how)
-    return y_BO, h_BC
 
 
 class Plan(NamedTuple):
@@ -104,49 +70,35 @@ def _run(
     norm_offset: float,
     swiglu: bool,
     activation: str,
-    stream_BC: Tensor | None = None,
-    branch_norm_weight_C: Tensor | None = None,
-    branch_eps: float = 0.0,
-    branch_offset: float = 0.0,
-) -> list[Tensor]:
-    """[y], or with a stream [y, h]."""
-    made = _new(x_BC, weight_OC, swiglu, stream_BC)
-    batch, outputs = made[0].shape
+) -> Tensor:
+    y_BO = _new(x_BC, weight_OC, swiglu)
+    batch, outputs = y_BO.shape
     if not batch or not outputs:
-        return made
+        return y_BO
     kernel, find = (single_kernel, _plan_single) if batch == 1 else (several_kernel, _plan_several)
     channels = x_BC.shape[1]
     plan = find(outputs, channels, x_BC.element_size(), swiglu, processors(x_BC.device))
-    own: tuple[Any, ...] = (batch,)
-    if batch == 1:
-        h_BC = None if stream_BC is None else made[1]
-        own = *_dense(branch_norm_weight_C, stream_BC), h_BC, branch_eps, branch_offset
+    small = [x if x is None else x.contiguous() for x in (bias_O, norm_weight_C, residual_BO)]
     with torch.cuda.device_of(x_BC):
         kernel[(triton.cdiv(outputs, plan.constants["BO"]),)](
-            x_BC.contiguous(), weight_OC, *_dense(bias_O, norm_weight_C, residual_BO), made[0],
-            outputs, weight_OC.stride(0), norm_eps, norm_offset, *own,
-            C=channels, SWIGLU=swiglu, ACTIVATION=activation, **plan.constants,
-            FETCH=plan.fetch and weight_OC.stride(0) == channels, **plan.launch,
-            **overlap.options(x_BC.device, bias_O, norm_weight_C, branch_norm_weight_C),
+            x_BC.contiguous(), weight_OC, *small, y_BO, batch, outputs, weight_OC.stride(0),
+            norm_eps, norm_offset, C=channels, SWIGLU=swiglu, ACTIVATION=activation,
+            **plan.constants, FETCH=plan.fetch and weight_OC.stride(0) == channels,
+            **plan.launch, **overlap.options(x_BC.device, bias_O, norm_weight_C),
         )  # fmt: skip
-    return made
+    return y_BO
 
 
 _registered_run = torch.library.custom_op("ltconvert::decode_linear", _run, mutates_args=())
 
 
 @_registered_run.register_fake
-def _output(x_BC: Tensor, weight_OC: Tensor, *inputs: Any) -> list[Tensor]:
-    return _new(x_BC, weight_OC, swiglu=inputs[5], stream_BC=inputs[7] if inputs[7:] else None)
+def _output(x_BC: Tensor, weight_OC: Tensor, *inputs: Any) -> Tensor:
+    return _new(x_BC, weight_OC, swiglu=inputs[5])
 
 
-def _new(x_BC: Tensor, weight_OC: Tensor, swiglu: bool, stream_BC: Tensor | None) -> list[Tensor]:
-    y_BO = x_BC.new_empty(x_BC.shape[0], weight_OC.shape[0] // (2 if swiglu else 1))
-    return [y_BO] if stream_BC is None else [y_BO, x_BC.new_empty(x_BC.shape)]
-
-
-def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [x if x is None else x.contiguous() for x in tensors]
+def _new(x_BC: Tensor, weight_OC: Tensor, swiglu: bool) -> Tensor:
+    return x_BC.new_empty(x_BC.shape[0], weight_OC.shape[0] // (2 if swiglu else 1))
 
 
 @cache
@@ -154,7 +106,7 @@ def _plan_single(
     outputs: int, channels: int, item_bytes: int, swiglu: bool, multiprocessors: int
 ) -> Plan:
     chosen = _most(_halved(OUTPUTS, swiglu), outputs, LEAST["single"] * multiprocessors)
-    block = _block(channels, item_bytes)
+    block = min(triton.next_power_of_2(channels), ROW_BYTES // item_bytes)
     constants = {
         "BO": chosen, "BC": block, "AHEAD": min(AHEAD, triton.cdiv(channels, block)),
         "VEC": min(block, READ_BYTES // item_bytes),
@@ -178,11 +130,6 @@ def _plan_several(
     }  # fmt: skip
     launch = {"num_warps": WIDE_WARPS, "num_stages": 2 if full else STAGES}
     return Plan(constants, launch, WIDE_FETCH)
-
-
-def _block(channels: int, item_bytes: int) -> int:
-    """Channels of a block for one row of x."""
-    return min(triton.next_power_of_2(channels), ROW_BYTES // item_bytes)
 
 
 def _halved(choices: tuple[int, ...], swiglu: bool) -> tuple[int, ...]:

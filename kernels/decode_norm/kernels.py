@@ -24,5 +24,5 @@ def norm_kernel(
     residual_C = tl.zeros([BC], tl.float32)
     if residual_ptr is not None:
         residual_C = tl.load(residual_ptr + at_C, mask=in_C, other=0.0).to(tl.float32)
-    y_C = residual_C + x_C * weight_C * tl.rsqrt(tl.sum(x_C * x_C, axis=0) / C + eps)
+    y_C = residual_C + x_C * tl.rsqrt(tl.sum(x_C * x_C, axis=0) / C + eps) * weight_C
     tl.store(y_ptr + at_C, y_C.to(y_ptr.dtype.element_ty), mask=in_C)

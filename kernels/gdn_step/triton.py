@@ -18,8 +18,9 @@ from ltconvert.kernels.chunkwise import NORM_EPS
 from ltconvert.kernels.gdn_step.kernels import step_kernel
 
 TILE = 16384  # elements of a state that a program holds at a time: all of a head of 128 by 128
-ELEMENTS = 32  # of it a thread
-MOST_WARPS = 16
+ELEMENTS = 32  # of it a thread, or more for want of warps
+# Warps at most. A row alone begins early, and a smaller program finds room sooner.
+WARPS = {"single": 4, "several": 16}
 REGISTERS: int | None = None  # of a thread at most; None leaves it to the compiler
 
 
@@ -77,11 +78,13 @@ def _step(
         qkv_BC.device, state_BHKV, conv_history_BCP, conv_weight_CW, log_rate_H, rate_bias_H,
         norm_weight_HV,
     )  # fmt: skip
+    small = batch == 1 and max(key_width, value_width) <= 128  # wider heads would spill registers
+    warps = WARPS["single" if small else "several"]
     with torch.cuda.device_of(qkv_BC):
         step_kernel[(batch * heads,)](
             *given.tensors, scale, eps, beta_factor, *given.rows, y_BHV,
             heads, key_width, value_width, taps, silu, gate_fn, NORM_EPS,
-            **plan(key_width, value_width, taps, TILE, ELEMENTS, REGISTERS), **early,
+            **plan(key_width, value_width, taps, TILE, ELEMENTS, warps, REGISTERS), **early,
         )  # fmt: skip
     given.put_back(state_BHKV, conv_history_BCP)
     return y_BHV
@@ -144,12 +147,18 @@ def operands(
 
 @cache
 def plan(
-    key_width: int, value_width: int, taps: int, tile: int, elements: int, registers: int | None
+    key_width: int,
+    value_width: int,
+    taps: int,
+    tile: int,
+    elements: int,
+    most_warps: int,
+    registers: int | None,
 ) -> dict[str, int]:
     """The kernel's constants and its launch options, from what ``TILE`` and its like say."""
     keys = triton.next_power_of_2(key_width)
     values = min(triton.next_power_of_2(value_width), max(16, tile // keys))
-    warps = max(1, min(MOST_WARPS, keys * values // (32 * elements)))
+    warps = max(1, min(most_warps, keys * values // (32 * elements)))
     # A number of a window a thread: with fewer, threads would read them again and again.
     window = max(triton.next_power_of_2(taps), 32 * warps // min(keys, values))
     blocks = triton.cdiv(value_width, values)

@@ -16,6 +16,7 @@ from ltconvert.kernels.gdn_window_step import Ring
 from ltconvert.kernels.gdn_window_step.kernels import window_step_kernel
 
 TILE, ELEMENTS = 16384, 32  # as in gdn_step
+WARPS = {"single": 8, "several": 16}  # at most, as there
 REGISTERS: int | None = None  # as there
 SHARE = 2  # blocks of the ring have so many times fewer keys than tiles of the state have columns
 AHEAD_BYTES = 2**15  # of keys that are read before anything else: all of 128 by 128 in bf16
@@ -62,7 +63,8 @@ def gdn_window_step(
     keys_BHSD, values_BHSD = ring.keys_BHSD, ring.values_BHSD
     side_by_side = keys_BHSD.stride(2) == values_BHSD.stride(2) == width
     slots, bytes_each = keys_BHSD.shape[2], keys_BHSD.element_size()
-    constants = _plan(width, taps, slots, bytes_each, side_by_side)
+    warps = WARPS["single" if batch == 1 else "several"]
+    constants = _plan(width, taps, slots, bytes_each, side_by_side, warps)
     with torch.cuda.device_of(qkv_BC):
         window_step_kernel[(batch * heads,)](
             *given.tensors, scale, eps, beta_factor, *given.rows, keys_BHSD, values_BHSD, slots_B,
@@ -84,10 +86,13 @@ def _score_units(ring: Ring) -> tuple[float, float]:
 
 
 @cache
-def _plan(width: int, taps: int, slots: int, bytes_each: int, side_by_side: bool) -> dict[str, int]:
+def _plan(
+    width: int, taps: int, slots: int, bytes_each: int, side_by_side: bool, warps: int
+) -> dict[str, int]:
     """The kernel's constants and its launch options."""
     block = triton.next_power_of_2(width)
-    state = plan(width, width, taps, TILE, ELEMENTS if block <= 128 else 2 * ELEMENTS, REGISTERS)
+    elements = ELEMENTS if block <= 128 else 2 * ELEMENTS
+    state = plan(width, width, taps, TILE, elements, warps, REGISTERS)
     keys = max(16, min(state["BV"] // SHARE, triton.next_power_of_2(slots)))
     fitting = max(1, AHEAD_BYTES // (keys * block * bytes_each))
     ahead = min(triton.cdiv(slots, keys), fitting, MOST_AHEAD)

@@ -10,7 +10,7 @@ from helpers import tiny_model, tiny_spec, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ltconvert.convert import decode_layers, decode_stream
+from ltconvert.convert import decode_layers, decode_step
 from ltconvert.convert.decoding import Decoder
 from ltconvert.kernels import overlap
 from ltconvert.kernels.decode_linear import decode_linear
@@ -72,9 +72,9 @@ def test_a_step_launches_little_outside_its_layers(monkeypatch: pytest.MonkeyPat
     decoder = Decoder(model, 2, 12)
     advance = decoder.prepare()
     decoder.prefill(tokens(2, 5), [0, 2])
-    decoder.step.layers = [lambda stream, *_: stream] * len(decoder.step.layers)
+    decoder.step.layers = [lambda h_BC, *_: h_BC] * len(decoder.step.layers)
     monkeypatch.setattr(
-        decode_stream, "decode_linear", lambda h_BC, weight, *_, **__: h_BC @ weight.T
+        decode_step, "decode_linear", lambda h_BC, weight, *_, **__: h_BC @ weight.T
     )
     with torch.no_grad(), Launched() as launched:
         advance()

@@ -10,13 +10,11 @@ import pytest
 import torch
 from helpers import FAMILIES, VOCAB, covering, diagonal, tiny_model, tiny_spec, tokens
 
-from ltconvert.convert import decode_stream
 from ltconvert.convert.decode_weights import join, split
 from ltconvert.convert.decoding import Decoder
 from ltconvert.convert.sampling import Sampling
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.kernels import dispatch
-from ltconvert.kernels.decode_norm import decode_norm
 
 MIXERS = {
     "full": ["full", "full", "full"],
@@ -263,27 +261,6 @@ def test_what_does_not_fit_is_one_line(changed: dict[str, Any], message: str) ->
     with pytest.raises(ValueError, match=message) as caught:
         decoder.generate(**(prompts() | {"max_new_tokens": NEW} | changed))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("family", "loops", "launches"), [("llama", 2, 0), ("olmo2", 1, 0), ("ouro", 3, 4)]
-)
-def test_norms_behind_branches_are_launched_at_ends_of_loops_alone(
-    family: str, loops: int, launches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There two: the last branch of the loop, and the norm that closes it; none before the head."""
-    model, norms = model_of(family, "hybrid", loops), []
-
-    def counted(*tensors: torch.Tensor, **options: float) -> torch.Tensor:
-        norms.append(tensors)
-        return decode_norm(*tensors, **options)
-
-    decoder = decoder_of(model)
-    decoder.prefill(prompts()["input_ids"], [0] * len(LENGTHS))
-    monkeypatch.setattr(decode_stream, "decode_norm", counted)
-    with torch.no_grad():
-        decoder.step(torch.tensor([3, 4, 5]))
-    assert len(norms) == launches
 
 
 @pytest.mark.skipif(

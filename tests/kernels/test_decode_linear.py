@@ -15,8 +15,7 @@ from decode_case import DEVICE, DTYPES, GPU, needs_triton
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
-from ltconvert.kernels.decode_linear import decode_add_linear, decode_linear
-from ltconvert.kernels.decode_norm import decode_norm
+from ltconvert.kernels.decode_linear import decode_linear
 from ltconvert.kernels.parity import check, judge
 
 # batch, channels, outputs
@@ -34,18 +33,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "silu": {"swiglu": True},
     "all of it, silu": EVERYTHING | {"swiglu": True},
     "all of it, gelu": EVERYTHING | {"swiglu": True, "activation": "gelu_tanh"},
-}
-# With a branch that is added first: rows in fewer and in more blocks than are read ahead, too wide
-# ones, several.
-ADD_SHAPES = [(1, 1, 1), (1, 70, 37), (1, 120, 9), (1, 161, 5), (3, 70, 37)]
-if GPU:
-    ADD_SHAPES += [
-        (1, 2048, 8240), (1, 2047, 999), (1, 4096, 12288), (1, 5376, 999), (8, 2048, 6144),
-    ]  # fmt: skip
-ADD_LAYERS: dict[str, dict[str, Any]] = {
-    "product": {"residual": False},
-    "norm": {"norm": True},
-    "all of it, silu": {"bias": True, "norm": True, "swiglu": True, "norm_offset": 1.0},
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
@@ -102,43 +89,6 @@ def definition(given: dict[str, Any], work: torch.dtype) -> dict[str, Tensor]:
     return {"y": y if residual is None else y + residual}
 
 
-def branch_inputs(
-    shape: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    device: str = DEVICE,
-    **options: Any,
-) -> dict[str, Any]:
-    """Random tensors and the options of ``decode_add_linear``; x is a branch, of any size."""
-    given = inputs(shape, dtype, device, **options)
-    generator = torch.Generator().manual_seed(sum(shape) + 1)
-    stream, weight = (torch.randn(n, generator=generator) for n in (shape[:2], shape[1:2]))
-    del given["residual_BO"]
-    return given | {
-        "x_BC": 3.0 * given["x_BC"],
-        "stream_BC": stream.to(device, dtype),
-        "branch_norm_weight_C": weight.to(device, dtype),
-        "branch_norm_eps": 1e-3,
-        "branch_norm_offset": 0.5,
-    }
-
-
-def branch_definition(given: dict[str, Any], work: torch.dtype) -> dict[str, Tensor]:
-    """The formulas in ``work``, one after the other."""
-    i = {name: x.to(work) if isinstance(x, Tensor) else x for name, x in given.items()}
-    size = (i["x_BC"].square().mean(1, keepdim=True) + i["branch_norm_eps"]).sqrt()
-    weight = i["branch_norm_weight_C"] + i["branch_norm_offset"]
-    h = i["stream_BC"] + i["x_BC"] / size * weight
-    return {"h": h, **definition({**given, "x_BC": h, "residual_BO": None}, work)}
-
-
-def _branch_added(given: dict[str, Any]) -> Tensor:
-    """By the op whose place ``decode_add_linear`` takes."""
-    return decode_norm(
-        given["x_BC"], given["branch_norm_weight_C"], given["stream_BC"],
-        eps=given["branch_norm_eps"], offset=given["branch_norm_offset"],
-    )  # fmt: skip
-
-
 @pytest.fixture(params=["reference", pytest.param("triton", marks=needs_triton)])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The backend asked for; in the interpreter blocks so small that there are several."""
@@ -168,41 +118,6 @@ def test_value(backend: str, shape: tuple[int, ...], dtype: torch.dtype, layers:
     found = decode_linear(**given)
     assert found.dtype == dtype and found.is_contiguous()
     check(judge(truth, plain, {"y": found}, dtype))
-
-
-@pytest.mark.parametrize("layers", ADD_LAYERS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ADD_SHAPES)
-def test_a_branch_is_added_first(
-    backend: str, shape: tuple[int, ...], dtype: torch.dtype, layers: str
-) -> None:
-    given = branch_inputs(shape, dtype, **ADD_LAYERS[layers])
-    truth, plain = (branch_definition(given, work) for work in (torch.float64, dtype))
-    y, h = decode_add_linear(**given)
-    assert y.dtype == h.dtype == dtype
-    check(judge(truth, plain, {"y": y, "h": h}, dtype))
-    close = torch.isclose(h, _branch_added(given), rtol=1e-5, atol=1e-5)
-    assert close.float().mean() > 0.99  # but for ties
-
-
-def test_what_is_read_of_a_branch_is_what_is_handed_on(backend: str) -> None:
-    """Rounded alike: a weight of 0 and 1 hands channels on without error."""
-    given = branch_inputs((1, 96, 96), torch.float16)
-    given["weight_OC"] = torch.eye(96, device=DEVICE, dtype=torch.float16)
-    y, h = decode_add_linear(**given)
-    assert torch.equal(y, h)
-
-
-def test_a_branch_may_lie_anywhere_and_a_graph_takes_it(backend: str) -> None:
-    given = branch_inputs((1, 70, 37), DTYPES[-1], **ADD_LAYERS["all of it, silu"])
-    want = decode_add_linear(**given)
-    for name in ("x_BC", "stream_BC", "branch_norm_weight_C"):
-        given[name] = given[name].repeat_interleave(2, -1)[..., ::2]
-    for found, right in zip(decode_add_linear(**given), want, strict=True):
-        assert torch.equal(found, right)
-    compiled = torch.compile(decode_add_linear, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(**given), want)
 
 
 @pytest.mark.parametrize("outputs", [1, 2, 8])
@@ -291,10 +206,6 @@ def test_a_cuda_graph_takes_it(batch: int) -> None:
 def test_nothing_to_do(backend: str, shape: tuple[int, ...]) -> None:
     given = inputs(shape, **LAYERS["all of it, silu"])
     assert decode_linear(**given).shape == (shape[0], shape[2])
-    given = branch_inputs(shape, **ADD_LAYERS["all of it, silu"])
-    y, h = decode_add_linear(**given)
-    assert y.shape == (shape[0], shape[2])
-    torch.testing.assert_close(h, _branch_added(given))
 
 
 def test_outputs_of_a_program_follow_sizes_alone() -> None:
@@ -323,14 +234,6 @@ def test_wrong_arguments_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             decode_linear(**{**given, name: wrong})
-    given = branch_inputs((2, 70, 37))
-    for name, wrong, match in (
-        ("stream_BC", given["stream_BC"][:1], r"stream must be \[2, 70\], got \[1, 70\]"),
-        ("stream_BC", given["stream_BC"].double(), r"stream must have x's dtype"),
-        ("branch_norm_weight_C", torch.ones(69), r"branch norm's weight must be \[70\]"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            decode_add_linear(**{**given, name: wrong})
 
 
 def test_a_gradient_is_refused() -> None:
@@ -340,10 +243,6 @@ def test_a_gradient_is_refused() -> None:
         decode_linear(**given)
     with torch.no_grad():
         decode_linear(**given)
-    given = branch_inputs((2, 70, 37))
-    given["branch_norm_weight_C"].requires_grad_()
-    with pytest.raises(ValueError, match="decode_add_linear has no gradient"):
-        decode_add_linear(**given)
 
 
 @needs_triton

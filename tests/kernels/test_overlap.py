@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ltconvert.kernels import dispatch, overlap
 from ltconvert.kernels.decode_attention import decode_self_attention
-from ltconvert.kernels.decode_linear import decode_add_linear, decode_linear
+from ltconvert.kernels.decode_linear import decode_linear
 from ltconvert.kernels.decode_norm import decode_norm
 from ltconvert.kernels.gdn_window_step import Ring, gdn_window_step
 
@@ -109,31 +109,22 @@ class Chain:
         slots = {size: self.lengths % size for size in (self.S, self.W)}
         used = {size: (self.lengths + 1).clamp(max=size) for size in (self.S, self.W)}
         h = self.x * 1.0  # not a decode op: what stands before it has ended
-        branch = None
         with overlap.overlapping():
             for index, layer in enumerate(self.made):
-                h, branch = self.visit(h, branch, layer, index % 2 == 0, slots, used)
-            assert branch is None
-            h = decode_norm(h, self.made[-1]["norm"], h, eps=1e-5)
+                h = self.visit(h, layer, index % 2 == 0, slots, used)
         self.lengths += 1
         return h
 
     def visit(
         self,
         h: Tensor,
-        branch: Tensor | None,
         layer: dict[str, Tensor],
         linear: bool,
         slots: dict[int, Tensor],
         used: dict[int, Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
-        """The stream, and what is yet to be added to it: linear layers leave their branches so."""
-        width, norm = self.H * self.D, {"norm_weight_C": layer["norm"]}
-        both = {**norm, "branch_norm_weight_C": layer["norm"]}
-        if branch is None:
-            y = decode_linear(h, layer["qkv"], **norm)
-        else:
-            y, h = decode_add_linear(branch, layer["qkv"], stream_BC=h, **both)
+    ) -> Tensor:
+        width = self.H * self.D
+        y = decode_linear(h, layer["qkv"], norm_weight_C=layer["norm"])
         qkv, gate, beta, decay, rest = y.split([3 * width, width, *(self.H,) * 3], dim=1)
         keys, values = (layer["window"] if linear else layer["cache"]).unbind(0)
         size, scale = keys.shape[2], self.D**-0.5
@@ -149,13 +140,10 @@ class Chain:
                 qkv, keys, values, slots[size], used[size],
                 num_heads=self.H, scale=scale, arrivals_BH=self.arrivals,
             )  # fmt: skip
-        if linear:
-            y = decode_linear(o.flatten(1), layer["out"])
-            m, h = decode_add_linear(y, layer["up"], stream_BC=h, swiglu=True, **both)
-            return h, decode_linear(m, layer["down"])
-        h = decode_linear(o.flatten(1), layer["out"], residual_BO=h)
-        m = decode_linear(h, layer["up"], swiglu=True, **norm)
-        return decode_linear(m, layer["down"], residual_BO=h), None
+        y = decode_linear(o.flatten(1), layer["out"])
+        h = decode_norm(y, layer["norm"], h, eps=1e-5)
+        m = decode_linear(h, layer["up"], norm_weight_C=layer["norm"], swiglu=True)
+        return decode_linear(m, layer["down"], residual_BO=h)
 
 
 @pytest.mark.gpu
@@ -200,8 +188,8 @@ def test_a_graph_keeps_early_starts(early: bool, monkeypatch: pytest.MonkeyPatch
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph):
             chain.step()
-    # Of a layer: qkv, attention or recurrence and window, out, up, down. Then a norm.
-    found, most = _programmatic_edges(graph), 5 * chain.layers + 1
+    # Of a layer: qkv, attention or recurrence and window, out, norm, up, down.
+    found, most = _programmatic_edges(graph), 6 * chain.layers
     assert most - 1 <= found <= most if early else not found, found  # the first may differ
 
 
