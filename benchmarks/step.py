@@ -185,15 +185,15 @@ def measure(
         with autocast(device, "bf16"):
             return objective.train_step(batch, lambda loss: loss.backward(), progress)
 
-    passes = Passes(objective, run, on=variant.graph == "auto", say=problems.append)
+    passes = Passes(objective, on=variant.graph == "auto", say=problems.append)
 
     def step() -> Tensor:
-        values = passes(batch, arguments.release)  # all of the steps release
+        values = passes(run, batch, arguments.release)  # all of the steps release
         norms = gradients.clip(settings.clip_norm)
         if device.type == "cuda":
             gradients.guard(values["loss"], norms[NORM])
         optimizer.step()
-        optimizer.zero_grad(set_to_none=not passes.on)
+        optimizer.zero_grad(set_to_none=not passes.holds)
         return values["loss"]
 
     choice = Choice(variant.compile == "layers", "as asked")

@@ -70,10 +70,14 @@ class Step:
         heads = model.model.spec.num_attention_heads
         with torch.inference_mode(False):
             self.first_B = torch.zeros_like(cache.lengths_B)
-            self.arrivals_BH = self.first_B.new_zeros(cache.batch, heads)
+            size = cache.batch, heads
+            self.arrivals_BH = torch.zeros(size, dtype=torch.int32, device=cache.lengths_B.device)
 
     def __call__(self, token_B: Tensor) -> Tensor:
-        """One token a row at the position that its length says; lengths grow by one."""
+        """One token a row at the position that its length says; lengths grow by one.
+
+        The caller sees to it that rows have room: what a full cache does with more is undefined.
+        """
         early = token_B.shape[0] <= EARLY_ROWS and not self.exits
         with overlapping() if early else nullcontext():
             return self._step(token_B)

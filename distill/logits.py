@@ -88,12 +88,13 @@ class LogitsObjective:
             self.release.layer.compile_with(wrap)
 
     def work(self, progress: float) -> Hashable | None:
-        """Which loops are compared, and how far the depth stream is merged in; a Dreamer sorts its
-        tokens by what they chose and is not recorded.
+        """Which loops are compared. Nothing is recorded while a depth stream is merged in, nor of a
+        Dreamer, which sorts its tokens by what they chose.
         """
-        if self.release is not None:
+        merging = self.module.model.depth_plan is not None and self._merged(progress) < 1
+        if merging or self.release is not None:
             return None
-        return progress < self.settings.loop_warmup_share, self._merged(progress)
+        return progress < self.settings.loop_warmup_share
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float

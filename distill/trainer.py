@@ -137,7 +137,7 @@ class _Loop:
         self.saved_at = time.monotonic()
         self.readings = Readings(run.device)
         recorded = recording.wanted(run.cuda_graph, run.device, self.plan.steps)
-        self.passes = recording.Passes(objective, self._pass, on=recorded, say=run.log.say)
+        self.passes = recording.Passes(objective, on=recorded, say=run.log.say)
         self.wish: int | None = None  # the step (from 0) in which a process was asked to stop
         self.line: StepLine | None = None
         self.gradients = Gradients(self.parameters, self.optimizer)
@@ -148,11 +148,15 @@ class _Loop:
         run, state, plan = self.run, self.state, self.plan
         choice = compilation.choose(run.compile, run.device, plan.steps)
         _announce(run, plan, state.step, choice)
-        with (
-            compilation.compiled(run.objective, choice, run.log.say),
-            run.log.steps(run.stage, plan.steps, state.step) as self.line,
-        ):
-            stopping = self._steps(request)
+        try:
+            with (
+                compilation.compiled(run.objective, choice, run.log.say),
+                run.log.steps(run.stage, plan.steps, state.step) as self.line,
+            ):
+                stopping = self._steps(request)
+        finally:
+            self.passes.close()
+            self.optimizer.zero_grad(set_to_none=True)
         if stopping or request:
             raise request.error(self._farewell())
         tokens = state.step * plan.step_tokens
@@ -204,7 +208,7 @@ class _Loop:
         sums: dict[str, Tensor] = {}
         for _ in range(self.plan.accumulation):
             batch = next(run.stream).to(run.device)
-            values = self.passes(batch, step / self.plan.steps)
+            values = self.passes(self._pass, batch, step / self.plan.steps)
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().float()
         self._average_gradients()
@@ -218,7 +222,7 @@ class _Loop:
             self.gradients.guard(numbers[names.index("loss")], norms[NORM])
         set_lr(self.optimizer, share)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.passes.on)
+        self.optimizer.zero_grad(set_to_none=not self.passes.holds)
 
     def _pass(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         with autocast(self.run.device, self.run.precision):

@@ -52,9 +52,8 @@ def _case(batch: int, heads: int, slots: int, width: int, device: torch.device) 
             "lengths": torch.full((batch,), slots, device=device),
             "slots": torch.full((batch,), slots // 3, device=device),
             "outside": torch.ones(batch, dtype=torch.bool, device=device),
-            "turn": draw.normal(
-                2, batch, width, dtype=fp32
-            ),  # cosines and sines, as far as time is concerned
+            # Cosines and sines, as far as time is concerned.
+            "turn": draw.normal(2, batch, width, dtype=fp32),
         }
 
     def floor(inputs: Inputs) -> dict[str, float]:

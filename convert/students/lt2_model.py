@@ -176,7 +176,9 @@ class LT2Model(LT2PreTrainedModel):
     def call(self, function: Any, *arguments: Any) -> Any:
         """A function of a layer, its activations made again for the backward pass if asked for."""
         if self.gradient_checkpointing and self.training:
-            return checkpoint(function, *arguments, use_reentrant=False)
+            # Layers draw no random numbers, and a CUDA graph could not read the generator's state.
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(function, *arguments, **options)
         return function(*arguments)
 
     def enter(self, step: Step, state: LoopState, context: SequenceContext) -> LoopState:

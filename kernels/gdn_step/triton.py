@@ -19,8 +19,7 @@ from ltconvert.kernels.gdn_step.kernels import step_kernel
 
 TILE = 16384  # elements of a state that a program holds at a time: all of a head of 128 by 128
 ELEMENTS = 32  # of it a thread, or more for want of warps
-# Warps at most. A row alone begins early, and a smaller program finds room sooner.
-WARPS = {"single": 4, "several": 16}
+WARPS = {"single": 16, "several": 16}  # at most, of a row alone and of several
 REGISTERS: int | None = None  # of a thread at most; None leaves it to the compiler
 
 
@@ -78,8 +77,7 @@ def _step(
         qkv_BC.device, state_BHKV, conv_history_BCP, conv_weight_CW, log_rate_H, rate_bias_H,
         norm_weight_HV,
     )  # fmt: skip
-    small = batch == 1 and max(key_width, value_width) <= 128  # wider heads would spill registers
-    warps = WARPS["single" if small else "several"]
+    warps = WARPS["single" if batch == 1 else "several"]
     with torch.cuda.device_of(qkv_BC):
         step_kernel[(batch * heads,)](
             *given.tensors, scale, eps, beta_factor, *given.rows, y_BHV,

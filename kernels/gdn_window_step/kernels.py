@@ -17,12 +17,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ltconvert.kernels.decode_attention.parts import LOWEST, capped
 from ltconvert.kernels.gdn_step.kernels import handed_on, recur
-from ltconvert.kernels.linear_kl.rows import tanh
 from ltconvert.kernels.overlap_kernels import fetch, let_go
 
-# Below every score, and finite: -inf less -inf is NaN.
-LOWEST = tl.constexpr(-1e38)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -55,15 +53,8 @@ def _turned(x_ptr, cos_D, sin_D, d_D, D: tl.constexpr, ROPE: tl.constexpr):
 
 
 @triton.jit
-def _capped(score, cap, CAPPED: tl.constexpr):
-    if CAPPED:
-        score = tanh(score) * cap
-    return score
-
-
-@triton.jit
 def _scores(k_ND, q_D, counts_N, cap, CAPPED: tl.constexpr):
-    s_N = _capped(tl.sum(k_ND.to(tl.float32) * q_D[None, :], axis=1), cap, CAPPED)
+    s_N = capped(tl.sum(k_ND.to(tl.float32) * q_D[None, :], axis=1), cap, CAPPED)
     return tl.where(counts_N, s_N, float("-inf"))
 
 
@@ -120,9 +111,10 @@ def window_step_kernel(
     k_D = _turned(qkv_ptr + H * D, cos_D, sin_D, d_D, D, ROPE).to(keys_ptr.dtype.element_ty)
     v_D = tl.load(qkv_ptr + 2 * H * D + d_D, mask=in_D, other=0.0)
     v_D = v_D.to(values_ptr.dtype.element_ty)
-    tl.store(keys_ptr + slot.to(tl.int64) * key_slot + d_D, k_D, mask=in_D)
-    tl.store(values_ptr + slot.to(tl.int64) * value_slot + d_D, v_D, mask=in_D)
-    own = _capped(tl.sum(k_D.to(tl.float32) * q_D, axis=0), cap, CAPPED)
+    kept_D = d_D < tl.where(slot < slots, D, 0)  # a token too many is lost, and nothing else
+    tl.store(keys_ptr + slot.to(tl.int64) * key_slot + d_D, k_D, mask=kept_D)
+    tl.store(values_ptr + slot.to(tl.int64) * value_slot + d_D, v_D, mask=kept_D)
+    own = capped(tl.sum(k_D.to(tl.float32) * q_D, axis=0), cap, CAPPED)
     q_D = handed_on(q_D, BK)
 
     m_N = tl.full([BN], LOWEST, tl.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
@@ -11,12 +10,13 @@ from torch import Tensor
 
 from ltconvert.kernels import overlap
 from ltconvert.kernels.chunkwise import NORM_EPS
+from ltconvert.kernels.decoding import score_units
 from ltconvert.kernels.gdn_step.triton import operands, plan
 from ltconvert.kernels.gdn_window_step import Ring
 from ltconvert.kernels.gdn_window_step.kernels import window_step_kernel
 
 TILE, ELEMENTS = 16384, 32  # as in gdn_step
-WARPS = {"single": 8, "several": 16}  # at most, as there
+WARPS = {"single": 16, "several": 16}  # at most, as there
 REGISTERS: int | None = None  # as there
 SHARE = 2  # blocks of the ring have so many times fewer keys than tiles of the state have columns
 AHEAD_BYTES = 2**15  # of keys that are read before anything else: all of 128 by 128 in bf16
@@ -64,25 +64,18 @@ def gdn_window_step(
     side_by_side = keys_BHSD.stride(2) == values_BHSD.stride(2) == width
     slots, bytes_each = keys_BHSD.shape[2], keys_BHSD.element_size()
     warps = WARPS["single" if batch == 1 else "several"]
+    units = score_units(ring.scale, ring.soft_cap)
     constants = _plan(width, taps, slots, bytes_each, side_by_side, warps)
     with torch.cuda.device_of(qkv_BC):
         window_step_kernel[(batch * heads,)](
             *given.tensors, scale, eps, beta_factor, *given.rows, keys_BHSD, values_BHSD, slots_B,
-            lengths_B, outside_B, rest_BH, cos_BD, sin_BD, y_BHD, *_score_units(ring),
+            lengths_B, outside_B, rest_BH, cos_BD, sin_BD, y_BHD, *units,
             slots, *keys_BHSD.stride()[:3], *values_BHSD.stride()[:3],
             rest_BH.stride(0), heads, width, taps, activation == "silu", gate_fn, NORM_EPS,
             ring.soft_cap is not None, **constants, **early,
         )  # fmt: skip
     given.put_back(state_BHDD, conv_history_BCP)
     return y_BHD
-
-
-def _score_units(ring: Ring) -> tuple[float, float]:
-    """Factor of the scores and their cap, as exponentials of 2 need them."""
-    log2_e = math.log2(math.e)
-    if ring.soft_cap is None:
-        return ring.scale * log2_e, 1.0
-    return ring.scale / ring.soft_cap, ring.soft_cap * log2_e
 
 
 @cache

@@ -24,6 +24,7 @@ ALWAYS = {
     "student.loop_start", "student.drop_layers",
     "data.source", "data.heldout_share", "data.shuffle_seed",
     "runtime.compile",
+    "runtime.cuda_graph",
 }  # fmt: skip
 # Of `logits` and `longctx`, which every recipe can run.
 TRAINING = {

@@ -252,11 +252,17 @@ def test_settings_are_frozen() -> None:
         recipes.resolve("hybrid25").logits.temperature = 2.0  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("word", ["auto", "off", "layers"])
-def test_compile_is_a_word_on_the_command_line_and_in_a_file(word: str) -> None:
-    recipe = recipes.resolve("hybrid25", overrides=[f"runtime.compile={word}"])
-    assert recipe.runtime.compile == word
-    assert yaml.safe_load(recipes.dump(recipe))["runtime"] == {"compile": word}
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [
+        *(("compile", word) for word in ("auto", "off", "layers")),
+        *(("cuda_graph", word) for word in ("auto", "off")),
+    ],
+)
+def test_off_is_a_word_on_the_command_line_and_in_a_file(key: str, word: str) -> None:
+    recipe = recipes.resolve("hybrid25", overrides=[f"runtime.{key}={word}"])
+    assert getattr(recipe.runtime, key) == word
+    assert yaml.safe_load(recipes.dump(recipe))["runtime"][key] == word
 
 
 @pytest.mark.parametrize(
