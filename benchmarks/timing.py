@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 import torch
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils import _device as default_device
 
 Call = Callable[[], object]
 
@@ -47,10 +50,17 @@ def _same_modes() -> Iterator[None]:
     """Leave PyTorch's modes as they were, whatever the block did to them."""
     gradients, nesting = torch.is_grad_enabled(), _autocast_nesting()
     autocast = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    modes, where, dtype = function_modes(), default_device.CURRENT_DEVICE, torch.get_default_dtype()
     try:
         yield
     finally:
         torch.set_grad_enabled(gradients)
+        torch.set_default_dtype(dtype)
+        while function_modes():
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
+        default_device.CURRENT_DEVICE = where  # of `with torch.device(...)`, beside its mode
         for device, enabled in autocast.items():
             torch.set_autocast_enabled(device, enabled)
         while _autocast_nesting() > nesting:

@@ -47,6 +47,7 @@ def _alike() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert torch.get_default_device().type == "cpu"
 
 
 @pytest.fixture(scope="session")

@@ -148,7 +148,11 @@ def test_a_limit_that_interrupts_the_end_of_a_block_leaves_no_mode_behind() -> N
     with pytest.raises(timing.TimeLimit), timing.deadline(0.05):
         torch.set_grad_enabled(False)
         torch.autocast("cpu", torch.bfloat16).__enter__()
+        torch.device("meta").__enter__()
+        torch.set_default_dtype(torch.float64)
         time.sleep(5)
+    made = torch.ones(1)
+    assert made.device.type == "cpu" and made.dtype == torch.float32
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     assert torch.autocast_increment_nesting() == 1
     torch.autocast_decrement_nesting()
