@@ -39,6 +39,7 @@ from ltconvert.distill.trainer import train
 from ltconvert.errors import UserError
 from ltconvert.recipes.data import DataSettings
 from ltconvert.recipes.evaluation import EvalSettings
+from ltconvert.recipes.runtime import RuntimeSettings
 from ltconvert.recipes.stages import TrainSettings
 
 STAGE, TEACHER_FOLDER, SCORES_FILE = "looped", "teacher", "scores.json"
@@ -127,7 +128,7 @@ def _train(
             precision=precision,
             device=device,
             seed=options.seed,
-            compile=options.compile,
+            runtime=RuntimeSettings(compile=options.compile),
             limit_s=None if options.minutes is None else 60 * options.minutes,
         )
     except OutOfTime as stopped:

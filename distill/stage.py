@@ -71,8 +71,7 @@ class StageInputs:
             precision=self.precision,
             device=self.device,
             seed=self.seed,
-            compile=self.recipe.runtime.compile,
-            cuda_graph=self.recipe.runtime.cuda_graph,
+            runtime=self.recipe.runtime,
         )
 
     def autocast(self) -> torch.autocast:

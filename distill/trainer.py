@@ -44,7 +44,7 @@ from ltconvert.distill.resume import (
 )
 from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
-from ltconvert.recipes.runtime import CompileSetting, GraphSetting
+from ltconvert.recipes.runtime import RuntimeSettings
 from ltconvert.recipes.stages import TrainSettings
 
 __all__ = ["Objective", "Stream", "TrainResult", "train"]
@@ -66,8 +66,7 @@ class _Run:
     precision: str
     device: torch.device
     seed: int
-    compile: CompileSetting
-    cuda_graph: GraphSetting
+    runtime: RuntimeSettings
 
 
 def train(
@@ -81,8 +80,7 @@ def train(
     precision: str,
     device: torch.device | str,
     seed: int,
-    compile: CompileSetting = "auto",
-    cuda_graph: GraphSetting = "auto",
+    runtime: RuntimeSettings = RuntimeSettings(),  # noqa: B008 (frozen)
     limit_s: float | None = None,
 ) -> TrainResult:
     """Train `objective.module` in place on `settings.budget_tokens` tokens.
@@ -103,9 +101,8 @@ def train(
             stream = stack.enter_context(closing(Prefetch(stream, pin=device.type == "cuda")))
         request = stack.enter_context(stop_requests(limit_s))
         run = _Run(
-            objective, stream, settings, stage, stage_dir, log, precision, device, seed, compile,
-            cuda_graph,
-        )  # fmt: skip
+            objective, stream, settings, stage, stage_dir, log, precision, device, seed, runtime
+        )
         return _Loop(run).train(request)
 
 
@@ -136,7 +133,7 @@ class _Loop:
         self.saved_step = 0
         self.saved_at = time.monotonic()
         self.readings = Readings(run.device)
-        recorded = recording.wanted(run.cuda_graph, run.device, self.plan.steps)
+        recorded = recording.wanted(run.runtime.cuda_graph, run.device, self.plan.steps)
         self.passes = recording.Passes(objective, on=recorded, say=run.log.say)
         self.wish: int | None = None  # the step (from 0) in which a process was asked to stop
         self.line: StepLine | None = None
@@ -146,7 +143,7 @@ class _Loop:
         """All steps that are left."""
         self._start()
         run, state, plan = self.run, self.state, self.plan
-        choice = compilation.choose(run.compile, run.device, plan.steps)
+        choice = compilation.choose(run.runtime.compile, run.device, plan.steps)
         _announce(run, plan, state.step, choice)
         try:
             with (

@@ -31,6 +31,7 @@ from ltconvert.distill.run_identity import RUN_FILE, check_same_run, recorded_pr
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.trainer import train
 from ltconvert.errors import UserError
+from ltconvert.recipes.runtime import RuntimeSettings
 from ltconvert.recipes.stages import TrainSettings
 
 RESULT_FILE, CLAIMS_FILE = "result.json", "claims.json"
@@ -88,7 +89,7 @@ def train_model(
             precision=bench.precision,
             device=bench.device,
             seed=seed,
-            compile=bench.options.compile,
+            runtime=RuntimeSettings(compile=bench.options.compile),
             limit_s=limit_s,
         )
     model.eval()
