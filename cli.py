@@ -355,6 +355,7 @@ def show_recipe(
 def check_recipes(
     files: Annotated[list[str], typer.Argument(help="Names or YAML files.")],
     budget: Budget = None,
+    overrides: Overrides = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -365,7 +366,7 @@ def check_recipes(
     found, mistakes = {}, []
     for name in files:
         try:
-            found[name] = recipes.resolve(name, budget=budget)
+            found[name] = _recipe(name, budget, None, overrides)
         except UserError as error:
             mistakes += str(error).splitlines()
     if as_json and not mistakes:

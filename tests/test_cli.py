@@ -185,6 +185,11 @@ def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "source: d" in shown
     assert run(app, ["recipes", "check", str(path), "window"]) == 0
     assert f"{path}: ok" in capsys.readouterr().out
+    idle = ["recipes", "check", "window", "--set", "student.pool_skip=true"]
+    assert run(app, idle) == 0
+    assert "student.pool_skip" in capsys.readouterr().out  # which acts in a Dreamer alone
+    assert run(app, ["recipes", "check", "window", "--set", "logits.lt=1"]) == 2
+    assert "did you mean logits.lr?" in capsys.readouterr().err
     path.write_text("sed: 7\nlogits: {lt: 1}\n", encoding="utf-8")
     assert run(app, ["recipes", "check", str(path), "window", "windo"]) == 2
     shown = capsys.readouterr()
