@@ -98,7 +98,10 @@ def generation(run: RunFolder) -> Section:
     """Greedy continuations against the teacher's, with examples."""
     section = Section("Generation")
     scores = run.part("generation")
-    if not scores or not scores["prompts"]:
+    if not scores:
+        return section
+    if not scores["prompts"]:
+        section.text.append("No held-out document is long enough for a prompt.")
         return section
     prefix = number(scores["common_prefix"], scores["common_prefix_stderr"], 1)
     rows = [

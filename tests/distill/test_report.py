@@ -286,6 +286,16 @@ def test_one_missing_part_is_named_and_the_rest_stays(run_dir: Path, part: str) 
     assert markdown.count(NOT_RUN) == 1
 
 
+def test_generation_without_prompts_says_why(run_dir: Path) -> None:
+    whole = evaluation()
+    whole["parts"]["generation"] |= {"prompts": 0, "examples": []}
+    (run_dir / "evaluation.json").write_text(json.dumps(whole))
+    build_report(run_dir)
+    markdown = (run_dir / "report.md").read_text()
+    assert "## Generation\n\nNo held-out document is long enough for a prompt." in markdown
+    assert NOT_RUN not in markdown
+
+
 def test_one_model_alone_has_a_report(tmp_path: Path) -> None:
     whole = evaluation()
     del whole["models"]["student"]
