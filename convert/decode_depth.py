@@ -56,7 +56,7 @@ class MixtureOfDepthsStep(AttentionStep):
         view = now.depth.stream.view(now.depth.visit)
         if not view.count:
             return super().attend(qkv_BM, cache_layer, now)
-        q_BHD = placed(qkv_BM, mixer, cache_layer, now, norms=True)
+        q_BHD = placed(qkv_BM, mixer, cache_layer, now)
         how = {"scale": mixer.spec.attention_scale, "soft_cap": mixer.spec.attention_softcap}
         o_BHD, log_sum_BH = decode_attention_with_sum(
             q_BHD, cache_layer.keys, cache_layer.values, now.used[cache_layer.slots], **how

@@ -114,7 +114,7 @@ class AttentionStep(LayerStep):
     def take_in(self, y_BR: Tensor, cache_layer: StaticKeys, now: Now) -> None:
         """See ``LayerStep``."""
         qkv_BM = y_BR[:, : sum(self.sizes[:3])]
-        placed(qkv_BM, self.layer.mixer, cache_layer, now, norms=True)
+        placed(qkv_BM, self.layer.mixer, cache_layer, now)
 
 
 class LinearStep(LayerStep):
@@ -182,12 +182,11 @@ def _head_norms(mixer: Any) -> dict[str, Any]:
     }
 
 
-def placed(qkv_BM: Tensor, mixer: Any, cache: StaticKeys, now: Now, *, norms: bool) -> Tensor:
-    """Queries [B, H, D] with positions; keys and values go into the cache."""
-    cos_BD, sin_BD = (None, None) if mixer.rope_name is None else now.rope[mixer.rope_name]
+def placed(qkv_BM: Tensor, mixer: Any, cache: StaticKeys, now: Now) -> Tensor:
+    """Queries [B, H, D] with norms and positions; keys and values go into the cache."""
     return decode_heads(
         qkv_BM, cache.keys, cache.values, now.slots[cache.slots], num_heads=mixer.num_heads,
-        cos_BD=cos_BD, sin_BD=sin_BD, **(_head_norms(mixer) if norms else {}),
+        **now.turn(mixer.rope_name), **_head_norms(mixer),
     )  # fmt: skip
 
 
@@ -200,12 +199,10 @@ def attended(
     **norms: Any,
 ) -> Tensor:
     """Softmax attention over what a slot holds, the token's own key in it, [B, H, D]."""
-    cos_BD, sin_BD = (None, None) if rope_name is None else now.rope[rope_name]
     return decode_self_attention(
         qkv_BM, cache.keys, cache.values, now.slots[cache.slots], now.used[cache.slots],
         num_heads=spec.num_attention_heads, scale=spec.attention_scale,
-        soft_cap=spec.attention_softcap, cos_BD=cos_BD, sin_BD=sin_BD, arrivals_BH=now.arrivals,
-        **norms,
+        soft_cap=spec.attention_softcap, arrivals_BH=now.arrivals, **now.turn(rope_name), **norms,
     )  # fmt: skip
 
 
@@ -219,11 +216,10 @@ def recurred(qkv_BM: Tensor, others: list[Tensor], mixer: Any, cache: Any, now: 
 def windowed(qkv_BM: Tensor, others: list[Tensor], mixer: Any, cache: Any, now: Now) -> Tensor:
     """The same with a window under one softmax; the last of ``others`` is what lies outside."""
     gate_BM, *rates, rest_BH = others
-    cos_BD, sin_BD = (None, None) if mixer.rope_name is None else now.rope[mixer.rope_name]
     ring = Ring(
         cache.keys, cache.values, now.slots[cache.slots], now.used[cache.slots],
         now.outside[mixer.window], rest_BH, scale=mixer.spec.attention_scale,
-        soft_cap=mixer.spec.attention_softcap, cos_BD=cos_BD, sin_BD=sin_BD,
+        soft_cap=mixer.spec.attention_softcap, **now.turn(mixer.rope_name),
     )  # fmt: skip
     y_BHD: Tensor = mixer.step(qkv_BM, gate_BM, rates, cache, now, ring)
     return y_BHD

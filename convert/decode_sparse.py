@@ -60,7 +60,7 @@ class SparseAttentionStep(LayerStep):
         """Queries, the indexer's, and its weights; keys, values and the indexer's key are kept."""
         mixer: Any = self.layer.mixer
         qkv_BM, *index = y_BR.split([sum(self.sizes[:3]), *self.sizes[3:]], dim=-1)
-        q_BHD = placed(qkv_BM, mixer, cache_layer, now, norms=True)
+        q_BHD = placed(qkv_BM, mixer, cache_layer, now)
         index_q_BID, index_k_BD = self._index(mixer, index[0], index[1], now)
         at_B1 = now.slots[cache_layer.slots].long()[:, None]
         keys_BSD = cache_layer.indexer_keys[:, 0]
@@ -123,7 +123,7 @@ class BlockSparseAttentionStep(LayerStep):
         """Queries, and keys and values of all blocks; the token's own are kept."""
         mixer: Any = self.layer.mixer
         qkv_BM = y_BR[:, : sum(self.sizes[:3])]
-        q_BHD = placed(qkv_BM, mixer, cache_layer, now, norms=True)
+        q_BHD = placed(qkv_BM, mixer, cache_layer, now)
         column_B = now.slots[cache_layer.slots].long()
         return q_BHD, *self._blocks(mixer, cache_layer, column_B)
 

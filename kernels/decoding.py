@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
@@ -15,14 +14,6 @@ def refuse_gradients(op: str, *tensors: Tensor | None) -> None:
     """Raise ValueError where autograd would want a gradient of ``op``, which has none."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError(f"{op} has no gradient: call it under torch.no_grad()")
-
-
-def score_units(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """Factor of a kernel's scores and its cap (1 where there is none), for exponentials of 2."""
-    log2_e = math.log2(math.e)
-    if soft_cap is None:
-        return scale * log2_e, 1.0
-    return scale / soft_cap, soft_cap * log2_e
 
 
 def processors(device: torch.device) -> int:

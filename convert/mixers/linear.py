@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,11 @@ class Place:
 
     rope: dict[str, tuple[Tensor, Tensor]]
     positions_B: Tensor
+
+    def turn(self, rope_name: str | None) -> dict[str, Any]:
+        """Its cosines and sines as the keywords of kernels; None for both without RoPE."""
+        cos, sin = (None, None) if rope_name is None else self.rope[rope_name]
+        return {"cos_BD": cos, "sin_BD": sin}
 
 
 class LinearMixer(Projections):

@@ -82,8 +82,8 @@ def single_kernel(
         in_N = at_N < end
         if OWN:
             in_N &= at_N != slot
-        k_ND = block(k_ptr, at_N, in_N, d_D, k_slot, D)
-        v_ND = block(v_ptr, at_N, in_N, d_D, v_slot, D)
+        k_ND = block(k_ptr, at_N, in_N, d_D, k_slot, D, "")
+        v_ND = block(v_ptr, at_N, in_N, d_D, v_slot, D, "")
         s_N = capped(tl.sum(k_ND.to(tl.float32) * q_D[None, :], axis=1), cap, CAPPED)
         s_N = tl.where(in_N, s_N, float("-inf"))
         top_N = tl.maximum(m_N, s_N)
@@ -158,8 +158,8 @@ def grouped_kernel(
         in_N = at_N < end
         if OWN:
             in_N &= at_N != slot
-        k_ND = block(k_ptr, at_N, in_N, d_D, k_slot, D)
-        v_ND = block(v_ptr, at_N, in_N, d_D, v_slot, D)
+        k_ND = block(k_ptr, at_N, in_N, d_D, k_slot, D, "")
+        v_ND = block(v_ptr, at_N, in_N, d_D, v_slot, D, "")
         s_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * factor
         s_RN = tl.where(in_N[None, :], capped(s_RN, cap, CAPPED), float("-inf"))
         top_R = tl.maximum(m_R, tl.max(s_RN, axis=1))

@@ -58,10 +58,14 @@ def own(
 
 
 @triton.jit
-def block(ptr, n_N, in_N, d_D, stride, D: tl.constexpr):
-    """Keys or values n [N, D] as they are stored, zeros in place of those left out."""
+def block(ptr, n_N, in_N, d_D, stride, D: tl.constexpr, CACHE: tl.constexpr):
+    """Keys or values n [N, D] as they are stored, zeros in place of those left out.
+
+    CACHE is `tl.load`'s modifier, to be given: a text as a default does not compile.
+    """
     at_ND = n_N.to(tl.int64)[:, None] * stride + d_D[None, :]
-    return tl.load(ptr + at_ND, mask=in_N[:, None] & (d_D < D)[None, :], other=0.0)
+    mask = in_N[:, None] & (d_D < D)[None, :]
+    return tl.load(ptr + at_ND, mask=mask, other=0.0, cache_modifier=CACHE)
 
 
 @triton.jit

@@ -22,7 +22,8 @@ from ltconvert.kernels.decode_attention.kernels import (
     single_kernel,
 )
 from ltconvert.kernels.decode_heads.triton import dense, norm_kind
-from ltconvert.kernels.decoding import processors, score_units
+from ltconvert.kernels.decoding import processors
+from ltconvert.kernels.scores import base_two
 
 TILE = 4096  # keys times channels of a block that does without matrix units: 32 keys of 128
 STAGES = 3  # such blocks read ahead, the one at work counted
@@ -145,7 +146,7 @@ def _in_parts(
     if not whole:
         o = token.x.new_empty(batch * heads, plan.parts, width, dtype=torch.float32)
         m, l = token.x.new_empty(2, batch * heads, plan.parts, dtype=torch.float32)  # noqa: E741
-    factor, cap = score_units(scale, soft_cap)
+    factor, cap = base_two(scale, soft_cap)
     x, slots_B, *row, norm_eps, norm_offset = token
     early = overlap.options(x.device, lengths_B)
     kernel, counted = grouped_kernel if plan.grouped else single_kernel, {}

@@ -72,17 +72,13 @@ def _step(
         qkv_BC, beta_BH, decay_BH, log_rate_H, rate_bias_H, state_BHKV, norm_weight_HV, gate_BHV,
         conv_weight_CW, conv_history_BCP,
     )  # fmt: skip
-    taps = 1 if conv_weight_CW is None else conv_weight_CW.shape[1]
-    early = overlap.options(
-        qkv_BC.device, state_BHKV, conv_history_BCP, conv_weight_CW, log_rate_H, rate_bias_H,
-        norm_weight_HV,
-    )  # fmt: skip
+    early = overlap.options(qkv_BC.device, *given.early)
     warps = WARPS["single" if batch == 1 else "several"]
     with torch.cuda.device_of(qkv_BC):
         step_kernel[(batch * heads,)](
             *given.tensors, scale, eps, beta_factor, *given.rows, y_BHV,
-            heads, key_width, value_width, taps, silu, gate_fn, NORM_EPS,
-            **plan(key_width, value_width, taps, TILE, ELEMENTS, warps, REGISTERS), **early,
+            heads, key_width, value_width, given.taps, silu, gate_fn, NORM_EPS,
+            **plan(key_width, value_width, given.taps, TILE, ELEMENTS, warps, REGISTERS), **early,
         )  # fmt: skip
     given.put_back(state_BHKV, conv_history_BCP)
     return y_BHV
@@ -99,10 +95,19 @@ def _output(qkv_BC: Tensor, *inputs: Any) -> Tensor:
 
 
 class Operands(NamedTuple):
-    """What the kernel is given: tensors in its order, strides of the rows of four of them."""
+    """What a kernel of a recurrent token is given.
+
+    Attributes:
+        tensors: in the kernel's order.
+        rows: strides of the rows of four of them.
+        taps: of the convolution; 1 without one.
+        early: what the kernel reads before its turn, as the caller has it.
+    """
 
     tensors: tuple[Tensor | None, ...]
     rows: tuple[int, ...]
+    taps: int
+    early: tuple[Tensor | None, ...]
 
     def put_back(self, state_BHKV: Tensor, history_BCP: Tensor | None) -> None:
         """Copy state and history to where the caller has them, unless the kernel wrote there."""
@@ -125,6 +130,9 @@ def operands(
     conv_history_BCP: Tensor | None,
 ) -> Operands:
     """The tensors in the layouts and the order of the kernel."""
+    early = (
+        conv_weight_CW, conv_history_BCP, state_BHKV, log_rate_H, rate_bias_H, norm_weight_HV,
+    )  # fmt: skip
     # Rows may lie apart: all four are often columns of one product.
     qkv_BC, beta_BH, decay_BH = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (qkv_BC, beta_BH, decay_BH)
@@ -132,14 +140,14 @@ def operands(
     if gate_BHV.stride()[1:] != (gate_BHV.shape[-1], 1):
         gate_BHV = gate_BHV.contiguous()
     weight, history, state, log_rate, rate_bias, norm_weight = (
-        None if x is None else x.contiguous()
-        for x in (conv_weight_CW, conv_history_BCP, state_BHKV, log_rate_H, rate_bias_H,
-                  norm_weight_HV)
-    )  # fmt: skip
+        None if x is None else x.contiguous() for x in early
+    )
     return Operands(
         (qkv_BC, weight, history, beta_BH, decay_BH, log_rate, rate_bias, state, norm_weight,
          gate_BHV),
         tuple(x.stride(0) for x in (qkv_BC, beta_BH, decay_BH, gate_BHV)),
+        1 if conv_weight_CW is None else conv_weight_CW.shape[1],
+        early,
     )  # fmt: skip
 
 

@@ -17,19 +17,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ltconvert.kernels.decode_attention.parts import LOWEST, capped
+from ltconvert.kernels.decode_attention.parts import LOWEST, block, capped
 from ltconvert.kernels.gdn_step.kernels import handed_on, recur
 from ltconvert.kernels.overlap_kernels import fetch, let_go
 
 LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _block(ptr, at_N, wanted_N, d_D, stride, D: tl.constexpr):
-    """Keys or values of slots [N, D] as they are stored; zeros where they are not wanted."""
-    mask = wanted_N[:, None] & (d_D < D)[None, :]
-    at_ND = at_N.to(tl.int64)[:, None] * stride + d_D[None, :]
-    return tl.load(ptr + at_ND, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -88,8 +80,8 @@ def window_step_kernel(
     k_NDs, v_NDs = (), ()
     for n in tl.static_range(AHEAD):
         at_N = n * BN + n_N  # all slots: to wait for the length would take longer
-        k_NDs = k_NDs + (_block(keys_ptr, at_N, at_N < slots, d_D, key_slot, D),)
-        v_NDs = v_NDs + (_block(values_ptr, at_N, at_N < slots, d_D, value_slot, D),)
+        k_NDs = k_NDs + (block(keys_ptr, at_N, at_N < slots, d_D, key_slot, D, ".cg"),)
+        v_NDs = v_NDs + (block(values_ptr, at_N, at_N < slots, d_D, value_slot, D, ".cg"),)
     if FETCH:
         fetch(keys_ptr + AHEAD * BN * D, (slots - AHEAD * BN) * D, OVERLAP)
         fetch(values_ptr + AHEAD * BN * D, (slots - AHEAD * BN) * D, OVERLAP)
@@ -126,8 +118,8 @@ def window_step_kernel(
         for start in tl.range(AHEAD * BN, slots, BN, num_stages=STAGES):
             at_N = start + n_N
             counts_N = (at_N < length) & (at_N != slot)
-            k_ND = _block(keys_ptr, at_N, counts_N, d_D, key_slot, D)
-            v_ND = _block(values_ptr, at_N, counts_N, d_D, value_slot, D)
+            k_ND = block(keys_ptr, at_N, counts_N, d_D, key_slot, D, ".cg")
+            v_ND = block(values_ptr, at_N, counts_N, d_D, value_slot, D, ".cg")
             s_N = _scores(k_ND, q_D, counts_N, cap, CAPPED)
             top_N = tl.maximum(m_N, s_N)
             shrink_N, p_N = tl.exp2(m_N - top_N), tl.exp2(s_N - top_N)

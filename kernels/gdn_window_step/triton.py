@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ltconvert.kernels import overlap
 from ltconvert.kernels.chunkwise import NORM_EPS
-from ltconvert.kernels.decoding import score_units
 from ltconvert.kernels.gdn_step.triton import operands, plan
 from ltconvert.kernels.gdn_window_step import Ring
 from ltconvert.kernels.gdn_window_step.kernels import window_step_kernel
+from ltconvert.kernels.scores import base_two
 
 TILE, ELEMENTS = 16384, 32  # as in gdn_step
 WARPS = {"single": 16, "several": 16}  # at most, as there
@@ -50,12 +50,8 @@ def gdn_window_step(
         qkv_BC, beta_BH, decay_BH, log_rate_H, rate_bias_H, state_BHDD, norm_weight_HD, gate_BHD,
         conv_weight_CW, conv_history_BCP,
     )  # fmt: skip
-    taps = 1 if conv_weight_CW is None else conv_weight_CW.shape[1]
     small = [ring.slots_B, ring.lengths_B, ring.outside_B, ring.cos_BD, ring.sin_BD]
-    early = overlap.options(
-        qkv_BC.device, state_BHDD, conv_history_BCP, conv_weight_CW, log_rate_H, rate_bias_H,
-        norm_weight_HD, *small,
-    )  # fmt: skip
+    early = overlap.options(qkv_BC.device, *given.early, *small)
     slots_B, lengths_B, outside_B, cos_BD, sin_BD = (
         None if x is None else x.contiguous() for x in small
     )
@@ -64,14 +60,14 @@ def gdn_window_step(
     side_by_side = keys_BHSD.stride(2) == values_BHSD.stride(2) == width
     slots, bytes_each = keys_BHSD.shape[2], keys_BHSD.element_size()
     warps = WARPS["single" if batch == 1 else "several"]
-    units = score_units(ring.scale, ring.soft_cap)
-    constants = _plan(width, taps, slots, bytes_each, side_by_side, warps)
+    units = base_two(ring.scale, ring.soft_cap)
+    constants = _plan(width, given.taps, slots, bytes_each, side_by_side, warps)
     with torch.cuda.device_of(qkv_BC):
         window_step_kernel[(batch * heads,)](
             *given.tensors, scale, eps, beta_factor, *given.rows, keys_BHSD, values_BHSD, slots_B,
             lengths_B, outside_B, rest_BH, cos_BD, sin_BD, y_BHD, *units,
             slots, *keys_BHSD.stride()[:3], *values_BHSD.stride()[:3],
-            rest_BH.stride(0), heads, width, taps, activation == "silu", gate_fn, NORM_EPS,
+            rest_BH.stride(0), heads, width, given.taps, activation == "silu", gate_fn, NORM_EPS,
             ring.soft_cap is not None, **constants, **early,
         )  # fmt: skip
     given.put_back(state_BHDD, conv_history_BCP)

@@ -27,9 +27,10 @@ from ltconvert.kernels.index_kl.reference import (
     real_queries,
     scale_gradients,
 )
+from ltconvert.kernels.scores import base_two
 from ltconvert.kernels.sparse_attention.seen import chunks
 from ltconvert.kernels.sparse_attention.tiles import Lists, Sizes, listed, met
-from ltconvert.kernels.sparse_attention.triton import base_two, filled
+from ltconvert.kernels.sparse_attention.triton import filled
 
 TILE = (64, 64)  # queries and keys; narrower ones have given wrong results on Hopper
 CHUNK = 4  # times as many queries as in plain PyTorch, which holds several numbers a score

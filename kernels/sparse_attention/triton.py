@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+from ltconvert.kernels.scores import base_two
 from ltconvert.kernels.sparse_attention.gradient_kernels import key_kernel, query_kernel
 from ltconvert.kernels.sparse_attention.kernels import forward_kernel
 from ltconvert.kernels.sparse_attention.tiles import Lists, Sizes, lists, met
@@ -206,12 +207,6 @@ def _plan(
         if full or width > 128
         else {"num_warps": 4, "num_stages": 2},
     )  # fmt: skip
-
-
-def base_two(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """Factor and cap that make products scores of base 2, as ``capped`` reads them."""
-    log2e = math.log2(math.e)
-    return (scale * log2e, 1.0) if soft_cap is None else (scale / soft_cap, soft_cap * log2e)
 
 
 def filled(x: Tensor, width: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_case import DEVICE, DTYPES, GPU, needs_triton
+from decode_case import DEVICE, DTYPES, GPU, attention_by, needs_triton
 from heads_case import attention_of, heads_of, token
 from torch import Tensor
 
@@ -35,19 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in
 
 @pytest.fixture(params=["reference", pytest.param("triton", marks=needs_triton)])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The backend asked for; in the interpreter blocks so small that keys come in several parts."""
-    monkeypatch.setattr(dispatch, "_requests", dispatch.Requests(request.param))
-    if request.param != "triton":
+    with attention_by(request.param, monkeypatch):
         yield request.param
-        return
-    from ltconvert.kernels.decode_attention import triton
-
-    if not GPU:
-        monkeypatch.setattr(triton, "TILE", 256)
-        monkeypatch.setattr(triton, "KEYS", 16)
-    triton._plan.cache_clear()
-    yield request.param
-    triton._plan.cache_clear()
 
 
 def inputs(
