@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 
-_TOGETHER = 2**24  # numbers: 64 MiB of gradients, where bandwidth counts and no longer the call
+_TOGETHER = 2**24  # numbers: 64 MiB of gradients
 
 
 def rank_and_world() -> tuple[int, int]:

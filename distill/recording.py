@@ -19,7 +19,7 @@ from ltconvert.errors import first_line
 from ltconvert.kernels import dispatch
 from ltconvert.recipes.runtime import GraphSetting
 
-LEAST_STEPS = 50  # recording takes about as long as this many steps save
+LEAST_STEPS = 50  # fewer gain little; where it begins to pay was not measured
 PLAIN = 2  # micro-batches of a kind before one is recorded: they compile kernels and make gradients
 _TENSORS = ("input_ids_BT", "segment_ids_BT", "labels_BT", "keep_BT")
 
