@@ -89,11 +89,11 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
         _several(32, 16384, 3, 8), _several(16, 16384, 3, 4),
     ],
     "gdn_step": [
-        {"REGISTERS": 96}, {"REGISTERS": 64}, _warps(4, 16), _warps(8, 16), _warps(16, 8),
+        {"REGISTERS": 96}, {"REGISTERS": 64}, _warps(8, 16), _warps(16, 16), _warps(4, 8),
         {"TILE": 8192}, {"TILE": 8192, "ELEMENTS": 64}, {"TILE": 4096},
     ],
     "gdn_window_step": [
-        _warps(8, 16), _warps(16, 8), {"SHARE": 4}, {"AHEAD_BYTES": 2**14}, {"STAGES": 4},
+        _warps(16, 16), _warps(8, 8), {"SHARE": 4}, {"AHEAD_BYTES": 2**14}, {"STAGES": 4},
         {"TILE": 8192, "ELEMENTS": 64}, {"SHARE": 4, "STAGES": 5},
     ],
     "decode_attention": [

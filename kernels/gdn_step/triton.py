@@ -19,7 +19,7 @@ from ltconvert.kernels.gdn_step.kernels import step_kernel
 
 TILE = 16384  # elements of a state that a program holds at a time: all of a head of 128 by 128
 ELEMENTS = 32  # of it a thread, or more for want of warps
-WARPS = {"single": 16, "several": 16}  # at most, of a row alone and of several
+WARPS = {"single": 4, "several": 16}  # at most, of a row alone and of several
 REGISTERS: int | None = None  # of a thread at most; None leaves it to the compiler
 
 
@@ -164,7 +164,8 @@ def plan(
     """The kernel's constants and its launch options, from what ``TILE`` and its like say."""
     keys = triton.next_power_of_2(key_width)
     values = min(triton.next_power_of_2(value_width), max(16, tile // keys))
-    warps = max(1, min(most_warps, keys * values // (32 * elements)))
+    # Of fewer warps than one for 32 keys, threads have too few registers.
+    warps = max(1, min(max(most_warps, keys // 32), keys * values // (32 * elements)))
     # A number of a window a thread: with fewer, threads would read them again and again.
     window = max(triton.next_power_of_2(taps), 32 * warps // min(keys, values))
     blocks = triton.cdiv(value_width, values)

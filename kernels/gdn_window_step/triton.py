@@ -16,7 +16,7 @@ from ltconvert.kernels.gdn_window_step.kernels import window_step_kernel
 from ltconvert.kernels.scores import base_two
 
 TILE, ELEMENTS = 16384, 32  # as in gdn_step
-WARPS = {"single": 16, "several": 16}  # at most, as there
+WARPS = {"single": 8, "several": 16}  # at most, as there
 REGISTERS: int | None = None  # as there
 SHARE = 2  # blocks of the ring have so many times fewer keys than tiles of the state have columns
 AHEAD_BYTES = 2**15  # of keys that are read before anything else: all of 128 by 128 in bf16
