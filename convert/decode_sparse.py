@@ -41,8 +41,9 @@ class SparseAttentionStep(LayerStep):
                 index_q_BID, cache_layer.indexer_keys[:, 0], mixer.scaled(weight_BI), mixer.top_k,
                 used_B, mixer.window,
             )  # fmt: skip
-            k_BGSD, v_BGSD = (gathered(x, chosen_BK[:, None]) for x in (k_BGSD, v_BGSD))
+            # Ahead of the gathers: decode_attention may read lengths before they have ended.
             used_B = used_B.clamp(max=count)
+            k_BGSD, v_BGSD = (gathered(x, chosen_BK[:, None]) for x in (k_BGSD, v_BGSD))
         o_BHD = decode_attention(
             q_BHD, k_BGSD, v_BGSD, used_B,
             scale=mixer.spec.attention_scale, soft_cap=mixer.spec.attention_softcap,

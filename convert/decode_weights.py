@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ltconvert.convert.mixers.projection import Linear
+from ltconvert.convert.students.blocks import DecoderLayer
 from ltconvert.convert.students.dreamer.layer import DreamerLayer
+from ltconvert.convert.students.merge import corrected
 
 
 def join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -48,11 +50,16 @@ def split(model: nn.Module) -> None:
 def places(model: nn.Module) -> tuple[Any, ...]:
     """Where all parameters lie: other places mean that what points at them is out of date.
 
-    Of linear layers that loops share also how often they were changed: a Decoder holds them merged.
-    Of Dreamers also how routing is set and how far it is released: a graph holds what counts then.
+    Of what a Decoder holds copies of, a loop each, also how often it was changed: of linear layers
+    that loops share, and of whole layers with corrections. Of Dreamers also how routing is set and how far it is released: a graph holds what counts then.
     """
-    tied = (m for m in model.modules() if isinstance(m, Linear) and m.loops > 1)
-    merged = {id(p) for module in tied for p in module.parameters() if not p.is_inference()}
+    copied = (
+        module
+        for module in model.modules()
+        if (isinstance(module, Linear) and module.loops > 1)
+        or (isinstance(module, DecoderLayer) and corrected(module))
+    )
+    merged = {id(p) for module in copied for p in module.parameters() if not p.is_inference()}
     routing = [(m.released(), m.config) for m in model.modules() if isinstance(m, DreamerLayer)]
     return *routing, *(
         (p.data_ptr(), p.dtype, p._version if id(p) in merged else 0) for p in model.parameters()

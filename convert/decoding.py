@@ -119,18 +119,20 @@ class Decoder:
                 default the model's own.
 
         Raises:
-            RuntimeError: when read on after a later call has begun.
+            RuntimeError: when read after a later call has begun.
             ValueError: shapes that do not fit this decoder, a mask that is not padding at the
                 left, or weights that have moved.
         """
         padding = self._check(input_ids, attention_mask, max_new_tokens)
         self._calls += 1  # the cache is this call's from here on
         return self._stream(
-            input_ids, attention_mask, padding, max_new_tokens, sampling, seed, stop_tokens
-        )
+            self._calls, input_ids, attention_mask, padding, max_new_tokens, sampling, seed,
+            stop_tokens,
+        )  # fmt: skip
 
     def _stream(
         self,
+        call: int,
         input_ids: Tensor,
         attention_mask: Tensor | None,
         padding: Sequence[int],
@@ -139,7 +141,7 @@ class Decoder:
         seed: int,
         stop_tokens: Sequence[int] | None,
     ) -> Iterator[Tensor]:
-        call = self._calls
+        self._check_turn(call)
         rows = Rows.of(self.model, self.batch, stop_tokens)
         with torch.no_grad(), self._on_device():
             advance = self.prepare(sampling)
@@ -149,11 +151,7 @@ class Decoder:
             waiting: Block | None = Block(self.token_B, 1, None)
         made = 1
         while waiting is not None:
-            if call != self._calls:
-                raise RuntimeError(
-                    "this stream's cache is in use by a later call; read one to its end before the "
-                    "next, or make a Decoder for each"
-                )
+            self._check_turn(call)
             count = min(self.block_tokens, max_new_tokens - made)
             with torch.no_grad(), self._on_device():
                 following = Block(self.token_B, count, advance) if count else None
@@ -161,6 +159,13 @@ class Decoder:
             if (tokens := rows.cut(waiting.tokens())).shape[1]:
                 yield tokens
             waiting = None if rows.all_done else following
+
+    def _check_turn(self, call: int) -> None:
+        if call != self._calls:
+            raise RuntimeError(
+                "this stream's cache is in use by a later call; read one to its end before the "
+                "next, or make a Decoder for each"
+            )
 
     def _on_device(self) -> AbstractContextManager[object]:
         """The model's GPU as the current one, whose streams and graphs these are."""

@@ -63,7 +63,8 @@ def leaving(model: LT2Model, threshold: float | None) -> Leaving | None:
     A threshold of 1 means that, too, though a rounded sum of probabilities could reach it.
 
     Raises:
-        UserError: not in [0, 1], or the model has no exit gate.
+        UserError: not in [0, 1], the model has no exit gate, or layers behind the loops read what
+            skipped visits would have left in a depth stream.
     """
     if threshold is None:
         return None
@@ -80,7 +81,19 @@ def leaving(model: LT2Model, threshold: float | None) -> Leaving | None:
             f"exit_threshold is {threshold}, but a {model.spec.family} model has no exit gate; "
             "leave it out"
         )
+    if _read_behind_loops(model):
+        raise UserError(
+            f"exit_threshold is {threshold}, but layers behind the loops read what every loop leaves "
+            "at a token (moda); leave it out, or convert with student.coda_layers=0"
+        )
     return Leaving(model.exit_gate, threshold)
+
+
+def _read_behind_loops(model: LT2Model) -> bool:
+    if model.depth_plan is None:
+        return False
+    visits = zip(model.schedule, model.depth_plan.visits, strict=True)
+    return any(depth.reads and step.layer >= core_layers(model).stop for step, depth in visits)
 
 
 def core_layers(model: LT2Model) -> range:

@@ -16,11 +16,10 @@ from ltconvert.convert.students.blocks import DecoderLayer
 def in_loop(layer: DecoderLayer, loop: int) -> DecoderLayer:
     """A plain layer that computes what ``layer`` does in one loop.
 
-    With corrections every tensor is a copy, since merged matrices are no loop's alone; without,
-    matrices stay the same memory as the layer's.
+    With corrections every tensor is a copy, since merged matrices are no loop's alone and a Decoder
+    joins others to them; without, all but what loops have of their own stays the layer's memory.
     """
-    corrected = any(isinstance(part, Linear) and part.rank for part in layer.modules())
-    kept = {} if corrected else {id(p): p for p in layer.parameters()}
+    kept = {} if corrected(layer) else {id(p): p for p in layer.parameters()}
     plain = copy.deepcopy(layer, kept)
     for part in plain.modules():
         if isinstance(part, Linear) and part.loops > 1:
@@ -28,6 +27,11 @@ def in_loop(layer: DecoderLayer, loop: int) -> DecoderLayer:
         elif isinstance(part, RMSNorm):
             part.weight = _frozen(part.weight_in(loop))
     return plain
+
+
+def corrected(layer: nn.Module) -> bool:
+    """Whether a layer's matrices differ from loop to loop."""
+    return any(isinstance(part, Linear) and part.rank for part in layer.modules())
 
 
 def _merge(linear: Linear, loop: int) -> None:

@@ -10,9 +10,10 @@ from helpers import tiny_model, tiny_spec, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ltconvert.convert import decode_layers, decode_step
+from ltconvert.convert import decode_layers, decode_sparse, decode_step
 from ltconvert.convert.decoding import Decoder
 from ltconvert.kernels import overlap
+from ltconvert.kernels.decode_attention import decode_attention
 from ltconvert.kernels.decode_linear import decode_linear
 
 MIXERS = ["gdn", "full", "gdn_window"]
@@ -54,16 +55,39 @@ def test_lengths_are_older_than_the_embedding(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Launched(TorchDispatchMode):
-    """Names of the ops that ran in a block, but for those that only look at a tensor."""
+    """The ops that ran in a block, but for those that only look at a tensor: their names, and where
+    the first of what they made lies."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.made: list[int | None] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
         if not op.is_view:
+            first = result if isinstance(result, Tensor) else None
             self.names.append(op.overloadpacket.__name__)
-        return op(*args, **(kwargs or {}))
+            self.made.append(None if first is None else first.untyped_storage().data_ptr())
+        return result
+
+
+def test_lengths_of_chosen_keys_are_older_than_the_last_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel that begins early reads them while what was launched last may still be at work."""
+    model = tiny_model(tiny_spec("llama"), ["dsa"] * 3, top_k_tokens=4)
+    decoder, launched, calls = Decoder(model, 1, 24), Launched(), []
+
+    def noted(q_BHD: Tensor, keys: Tensor, values: Tensor, lengths_B: Tensor, **more: Any) -> Any:
+        calls.append(launched.made[-1] != lengths_B.untyped_storage().data_ptr())
+        return decode_attention(q_BHD, keys, values, lengths_B, **more)
+
+    monkeypatch.setattr(decode_sparse, "decode_attention", noted)
+    decoder.prefill(tokens(1, 8), [0])
+    with torch.no_grad(), launched:
+        decoder.step(torch.tensor([3]))
+    assert calls == [True] * 3
 
 
 def test_a_step_launches_little_outside_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,25 @@ def test_a_model_with_joined_weights_trains_and_is_saved(tmp_path: Any) -> None:
     assert model.model.layers[1].mixer.k_proj.weight.grad.any()
 
 
+@pytest.mark.parametrize("tied_rank", [None, 0, 3])
+def test_no_change_of_a_looped_layer_goes_unnoticed(tied_rank: int | None) -> None:
+    """A Decoder follows it or says that it cannot, whatever of the layer was changed in place."""
+    spec = tiny_spec("qwen2", num_loops=2, tied_rank=tied_rank)
+    small = {"top_k_tokens": 3, "block_tokens": 2, "chosen_blocks": 1, "window_tokens": 2}
+    model, ids = tiny_model(spec, ["gdn", "dsa", "nsa"], **small).double(), tokens(2, 8)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for name, parameter in model.named_parameters():
+        decoder = Decoder(model, 2, 19)
+        with torch.no_grad():
+            parameter.add_(torch.randn_like(parameter))
+        try:
+            found = decoder.generate(ids, max_new_tokens=NEW).tolist()
+        except ValueError as error:
+            assert "make a new Decoder" in str(error)
+        else:
+            assert found == plain(model, given), name
+
+
 @pytest.mark.parametrize("tied_rank", [0, 3])
 def test_a_decoder_of_tied_loops_notices_that_they_were_trained(tied_rank: int) -> None:
     model = model_of("qwen2", "hybrid", tied_rank=tied_rank)
@@ -345,5 +364,12 @@ def test_a_stream_that_a_later_call_has_overtaken_says_so() -> None:
     decoder.generate(tokens(1, 5, seed=3), max_new_tokens=4)
     with pytest.raises(RuntimeError, match="later call"):
         list(first)
+    unread = decoder.stream(tokens(1, 5), max_new_tokens=4)
+    expected = decoder.generate(tokens(1, 5, seed=3), max_new_tokens=4)
+    running = decoder.stream(tokens(1, 5, seed=3), max_new_tokens=4)
+    found = [next(running)]
+    with pytest.raises(RuntimeError, match="later call"):
+        list(unread)
+    assert torch.equal(torch.cat([*found, *running], dim=1), expected)
     with pytest.raises(ValueError, match=r"expected prompts \[rows, tokens\]"):
         decoder.stream(tokens(1, 5)[0])

@@ -151,6 +151,21 @@ def test_prompts_and_uncached_passes_go_through_all_loops() -> None:
             assert len(found.loop_states) == 4
 
 
+def test_a_depth_stream_is_left_with_its_loops_or_not_at_all() -> None:
+    """What skipped loops would have written nobody reads, unless layers stand behind the loops."""
+    spec, ids = tiny_spec("ouro", num_loops=3), tokens(1, PROMPT)
+    inside = tiny_model(spec, ["moda"] * 3).double()
+    for threshold in (0.0, 0.6):
+        plain = inside.generate(ids, exit_threshold=threshold, **SAMPLING)
+        decoder = Decoder(inside, 1, PROMPT + NEW, exit_threshold=threshold)
+        assert torch.equal(decoder.generate(ids, max_new_tokens=NEW), plain[:, PROMPT:])
+    behind = tiny_model(spec, ["moda"] * 3, coda_layers=1)
+    with pytest.raises(UserError, match="layers behind the loops read"):
+        behind.generate(ids, exit_threshold=0.6, **SAMPLING)
+    with pytest.raises(UserError, match="layers behind the loops read"):
+        Decoder(behind, 1, PROMPT + NEW, exit_threshold=0.6)
+
+
 @pytest.mark.parametrize("threshold", [-0.1, 1.5, float("nan")])
 def test_a_threshold_is_a_probability(threshold: float) -> None:
     with pytest.raises(UserError, match="give a probability, from 0 to 1"):
