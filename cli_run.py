@@ -93,7 +93,7 @@ def begin(
 ) -> Start:
     """Say what runs where and why, check that it fits, then load the teacher."""
     from ltconvert.convert.teachers.load import load_teacher
-    from ltconvert.distill.planning.rows import recorded_rows, with_rows
+    from ltconvert.distill.planning.rows import agreed_rows, recorded_rows, with_rows
     from ltconvert.distill.run_identity import RUN_FILE
     from ltconvert.distill.runlog import RunLog
 
@@ -107,7 +107,7 @@ def begin(
         recipe = with_rows(recipe, recorded_rows(recipe, run_dir))
     else:
         made = _say_plan(recipe, teacher_name, revision, run_dir, log, (device, precision))
-        recipe = with_rows(recipe, made.micro_batch_rows)
+        recipe = with_rows(recipe, agreed_rows(made.micro_batch_rows))
     teacher = load_teacher(teacher_name, device=device, revision=revision)
     loops = f" in {teacher.spec.num_loops} loops" if teacher.spec.num_loops > 1 else ""
     log.say(f"teacher: {teacher.name}, {teacher.spec.num_layers} layers{loops}")

@@ -85,16 +85,11 @@ class Session:
     def precision(self, device: torch.device) -> tuple[str, str]:
         """(`fp32` or `bf16`, why), measured where `--precision auto` leaves the choice."""
         from ltconvert.distill.precision import pick_precision
-        from ltconvert.distill.processes import join_processes, rank_and_world
-
-        choice = pick_precision(device, self.precision_name)
-        if rank_and_world()[1] == 1:
-            return choice
-        # Processes may measure differently; all follow the first.
-        from accelerate.utils import broadcast_object_list
+        from ltconvert.distill.processes import all_values, join_processes
 
         join_processes(device)
-        return broadcast_object_list([choice])[0]
+        # Processes may measure differently; all follow the first.
+        return all_values(pick_precision(device, self.precision_name))[0]
 
     def choose_kernels(self, device: torch.device) -> list[tuple[str, str, str]]:
         """Make `--kernel` the default of this process; (operation, backend, why) a row.

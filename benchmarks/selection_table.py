@@ -51,6 +51,8 @@ def read_studies(folders: Sequence[Path]) -> list[dict[str, Any]]:
 def show(studies: Sequence[dict[str, Any]]) -> list[str]:
     """All tables, as lines of Markdown."""
     groups = by_case(studies)
+    if not groups:
+        raise UserError("--combine: no case has run in all studies; give them one of the same")
     shares = sorted({share for _, share in groups})
     lines = [*_base(studies), "", *results(groups)]
     for share in shares:

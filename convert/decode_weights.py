@@ -51,7 +51,8 @@ def places(model: nn.Module) -> tuple[Any, ...]:
     """Where all parameters lie: other places mean that what points at them is out of date.
 
     Of what a Decoder holds copies of, a loop each, also how often it was changed: of linear layers
-    that loops share, and of whole layers with corrections. Of Dreamers also how routing is set and how far it is released: a graph holds what counts then.
+    that loops share, and of whole layers with corrections.
+    Of Dreamers also how routing is set and how far it is released: a graph holds what counts then.
     """
     copied = (
         module

@@ -44,7 +44,8 @@ class Decoder:
             memory (``students/shared_cache.py``); prompts are then read in one pass.
 
     Raises:
-        ValueError: a threshold without an exit gate, or with a graph, which cannot branch.
+        ValueError: a threshold without an exit gate, or with a graph, which cannot branch; chunks
+            or blocks of no tokens.
     """
 
     def __init__(
@@ -59,6 +60,11 @@ class Decoder:
         exit_threshold: float | None = None,
         loop_cache: str | None = None,
     ) -> None:
+        if min(prefill_tokens, block_tokens) < 1:
+            raise ValueError(
+                f"prefill_tokens and block_tokens are at least 1, got {prefill_tokens} and "
+                f"{block_tokens}"
+            )
         self.model, self.batch, self.max_length = model, batch, max_length
         # A second chunk would look at the last loop's keys of the first one.
         one_pass = loop_cache == "last"

@@ -7,7 +7,25 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ltconvert.errors import UserError
+
 NORM, BAD = "grad_norm", "first bad gradient"
+
+
+class NotFinite(UserError):
+    """A loss or gradient that is no number.
+
+    Args:
+        happened: where, what, and what is kept.
+        stage: whose settings may mend it.
+    """
+
+    def __init__(self, happened: str, stage: str) -> None:
+        super().__init__(
+            f"{happened}; try a lower {stage}.lr, a longer {stage}.warmup_share, a smaller "
+            f"{stage}.clip_norm or --precision fp32"
+        )
+        self.happened = happened
 
 
 class Gradients:

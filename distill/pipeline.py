@@ -29,7 +29,12 @@ from ltconvert.distill.inherited import inherited
 from ltconvert.distill.interrupt import saying_what_is_kept
 from ltconvert.distill.lineage import START, Lineage
 from ltconvert.distill.precision import pick_precision
-from ltconvert.distill.processes import is_main_process, join_processes, wait_for_everyone
+from ltconvert.distill.processes import (
+    all_values,
+    is_main_process,
+    join_processes,
+    wait_for_everyone,
+)
 from ltconvert.distill.records import (
     StageRecord,
     clear_disk_errors,
@@ -290,7 +295,7 @@ def _opened(
     if compilation.choose(recipe.runtime.compile, device, compilation.LEAST_STEPS).compiled:
         compilation.importing()  # while the run is set up
     if precision == "auto":
-        precision = recorded_precision(run_dir) or pick_precision(device)[0]
+        precision = all_values(recorded_precision(run_dir) or pick_precision(device)[0])[0]
     lineage = Lineage(recipe, teacher, Shelf(run_dir, teacher.tokenizer, device), precision)
     lineage.check()
     return Pipeline(lineage, log, device)

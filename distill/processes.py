@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate import PartialState
 
+T = TypeVar("T")
 _TOGETHER = 2**24  # numbers: 64 MiB of gradients
 
 
@@ -34,6 +36,22 @@ def wait_for_everyone() -> None:
     """Let all processes of a run meet; nothing before ``join_processes``, or in a single one."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.barrier()
+
+
+def all_values(value: T) -> list[T]:
+    """What each process of a run has, in their order, for all of them to agree on one."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def take_from_the_first(tensors: Iterable[torch.Tensor]) -> None:
+    """Make tensors those of the first process, in place: GPUs that differ compute others."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for tensor in tensors:
+            torch.distributed.broadcast(tensor, src=0)
 
 
 def sum_of_processes(value: torch.Tensor) -> torch.Tensor:

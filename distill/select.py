@@ -15,7 +15,7 @@ import torch
 
 from ltconvert.distill.data import Batch, PackedStream
 from ltconvert.distill.logits import frozen_copy
-from ltconvert.distill.processes import is_main_process, wait_for_everyone
+from ltconvert.distill.processes import all_values, is_main_process, wait_for_everyone
 from ltconvert.distill.selection import kl_fast, kl_gates, kl_greedy, kl_trained, recall
 from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.distill.selection.partial import Progress
@@ -58,7 +58,8 @@ def run(settings: SelectSettings, inputs: StageInputs, stage_dir: Path) -> Stage
     selection = _finished(path, wanted)
     wait_for_everyone()  # all have looked before one writes
     if selection is None:
-        selection = choose(settings, inputs, stage_dir)
+        # GPUs that differ may rank close layers differently.
+        selection = all_values(choose(settings, inputs, stage_dir))[0]
         selection.settings = wanted
         if is_main_process():
             selection.save(path)

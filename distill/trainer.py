@@ -26,13 +26,17 @@ from torch import Tensor
 
 from ltconvert.distill import compilation, recording
 from ltconvert.distill.data import Batch
-from ltconvert.distill.gradients import BAD, NORM, Gradients
+from ltconvert.distill.gradients import BAD, NORM, Gradients, NotFinite
 from ltconvert.distill.interrupt import StopRequest, stop_requests
 from ltconvert.distill.objective import Objective, Stream, TrainResult
 from ltconvert.distill.optim import StepPlan, build_optimizer, lr_share, plan_steps, set_lr
 from ltconvert.distill.precision import autocast
 from ltconvert.distill.prefetch import Prefetch
-from ltconvert.distill.processes import average_over_processes, seed_everything
+from ltconvert.distill.processes import (
+    average_over_processes,
+    seed_everything,
+    take_from_the_first,
+)
 from ltconvert.distill.progress import StepLine
 from ltconvert.distill.readings import Reading, Readings
 from ltconvert.distill.resume import (
@@ -43,7 +47,6 @@ from ltconvert.distill.resume import (
     trainable,
 )
 from ltconvert.distill.runlog import RunLog
-from ltconvert.errors import UserError
 from ltconvert.recipes.runtime import RuntimeSettings
 from ltconvert.recipes.stages import TrainSettings
 
@@ -106,10 +109,6 @@ def train(
         return _Loop(run).train(request)
 
 
-class _NotFinite(UserError):
-    """A loss or gradient that is no number."""
-
-
 class _Loop:
     """The parts that change while `train` runs."""
 
@@ -167,7 +166,7 @@ class _Loop:
             begun = time.monotonic()
             try:
                 self._step(request)
-            except _NotFinite:
+            except NotFinite:
                 raise
             except Exception:  # a stream or an objective may end the loop: what is done counts
                 self._read(everything=True)
@@ -190,6 +189,7 @@ class _Loop:
         if self.accelerator.is_main_process:
             clean_up(run.stage_dir)
         self.accelerator.wait_for_everyone()
+        take_from_the_first(parameter.data for parameter in self.parameters.values())
         self.saved = clean_up(run.stage_dir)
         if self.saved is not None:
             identity = self.state.plan
@@ -253,7 +253,7 @@ class _Loop:
         for reading in self.readings.take(everything=everything):
             loss, norm = reading.values["loss"], reading.values[NORM]
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise _NotFinite(self._diagnosis(reading))
+                raise NotFinite(self._diagnosis(reading), self.run.stage.split()[0])
             if self.wish is None and reading.values[_STOP] > 0:
                 self.wish = reading.step
             self._note(reading)
@@ -275,12 +275,8 @@ class _Loop:
         kept = "there is no checkpoint yet"
         if self.saved is not None:
             kept = f"the last good checkpoint, step {self.saved_step}, is kept in {self.saved}"
-        stage = self.run.stage.split()[0]
-        return (
-            f"stage {self.run.stage}, step {reading.step + 1} of {self.plan.steps}: {what}; "
-            f"{kept}; try a lower {stage}.lr, a longer {stage}.warmup_share, a smaller "
-            f"{stage}.clip_norm or --precision fp32"
-        )
+        where = f"stage {self.run.stage}, step {reading.step + 1} of {self.plan.steps}"
+        return f"{where}: {what}; {kept}"
 
     def _save_is_due(self) -> bool:
         every = int(os.environ.get(CHECKPOINT_STEPS_VARIABLE, "0"))

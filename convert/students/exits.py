@@ -83,8 +83,8 @@ def leaving(model: LT2Model, threshold: float | None) -> Leaving | None:
         )
     if _read_behind_loops(model):
         raise UserError(
-            f"exit_threshold is {threshold}, but layers behind the loops read what every loop leaves "
-            "at a token (moda); leave it out, or convert with student.coda_layers=0"
+            f"exit_threshold is {threshold}, but layers behind the loops read what every loop "
+            "leaves at a token (moda); leave it out, or convert with student.coda_layers=0"
         )
     return Leaving(model.exit_gate, threshold)
 

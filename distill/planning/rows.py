@@ -9,7 +9,7 @@ import yaml
 
 from ltconvert.distill.planning.memory import stage_memory
 from ltconvert.distill.planning.models import Models
-from ltconvert.distill.processes import rank_and_world
+from ltconvert.distill.processes import all_values, rank_and_world
 from ltconvert.distill.records import RECIPE_FILE
 from ltconvert.errors import UserError
 from ltconvert.recipes.schema import Recipe
@@ -49,6 +49,15 @@ def _choices(settings: TrainSettings, device: str) -> list[int]:
     step = max(1, settings.batch_tokens // settings.seq_len_tokens // rank_and_world()[1])
     most = ENOUGH_TOKENS.get(device, ENOUGH_TOKENS["cuda"]) // settings.seq_len_tokens
     return [count for count in range(1, min(step, most) + 1) if step % count == 0]
+
+
+def agreed_rows(rows: Mapping[str, int]) -> dict[str, int]:
+    """Rows that fit every process of a run: GPUs may differ, or hold something else as well.
+
+    The smallest of a stage, which divides a step's rows as each of them does.
+    """
+    everyone = all_values(rows)
+    return {stage: min(each[stage] for each in everyone) for stage in rows}
 
 
 def with_rows(recipe: Recipe, rows: Mapping[str, int]) -> Recipe:

@@ -28,6 +28,7 @@ from ltconvert.convert.students.blocks import run_layer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.transfer import swapped
 from ltconvert.distill.data import Batch
+from ltconvert.distill.gradients import NotFinite
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.distill.objective import Wrap
 from ltconvert.distill.processes import is_main_process, wait_for_everyone
@@ -165,10 +166,9 @@ def _trained(probe: Probe) -> dict[str, Any]:
         objective = GatesObjective(probe.teacher, student, settings, gates)
         try:
             trained = probe.inputs.train(objective, settings, folder, "select gates")
-        except UserError as error:
+        except NotFinite as error:
             # The loop's advice is about rates, and there is none to set here.
-            line = str(error).split("; try a lower")[0]
-            raise UserError(f"{line}; choose another select.method") from error
+            raise UserError(f"{error.happened}; choose another select.method") from error
     cost = Cost(trained_tokens=trained.tokens, seconds=trained.seconds)
     state = {
         "scores": gates.scores.tolist(),

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from functools import partial
 
 from ltconvert.distill.optim import plan_steps
-from ltconvert.distill.processes import rank_and_world
+from ltconvert.distill.processes import all_values, rank_and_world
 from ltconvert.distill.selection import kl_fast
 from ltconvert.distill.selection.probe import Probe, Stopwatch
 from ltconvert.distill.selection.ranking import order
@@ -37,7 +37,7 @@ def rank(probe: Probe) -> Scores:
     settings, steps = short_settings(probe.inputs.recipe.logits, probe.settings)
     step_tokens = plan_steps(settings, rank_and_world()[1]).step_tokens
     points = min(POINTS, steps)
-    queue = state.get("queue") or likely_first(probe, cost)
+    queue = all_values(state.get("queue") or likely_first(probe, cost))[0]  # all train the same
     for layer in queue[len(curves) :]:
         give_up = partial(
             outside,

@@ -76,7 +76,8 @@ def summary_lines(selection: Selection) -> list[str]:
         lines.append(f"Cost: {', '.join(parts)}, {cost.seconds:,.1f} s")
     if "student_kl" in selection.facts:
         kl = selection.facts["student_kl"]
-        lines.append(f"KL of the student with no full layer: {kl:.4f} nats a token")
+        where = " on answers" if selection.method == "recall-greedy" else ""
+        lines.append(f"KL of the student with no full layer{where}: {kl:.4f} nats a token")
     if "gated_kl" in selection.facts:
         kl = selection.facts["gated_kl"]
         lines.append(f"KL with gates as drawn in the last step: {kl:.4f} nats a token")
@@ -88,7 +89,7 @@ def summary_lines(selection: Selection) -> list[str]:
 def _stability(selection: Selection) -> str:
     history = selection.history
     unit = "layers" if selection.method == "kl" else "batches"
-    if selection.method == "kl-greedy":
+    if selection.method.endswith("-greedy"):
         early = "; rounds ended early where the pick had settled" if selection.stopped_early else ""
         return f"Stability: {len(history)} picks{early}"
     early = ", stopped early" if selection.stopped_early else ""

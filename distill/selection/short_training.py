@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ltconvert.convert.transfer import restore_full
 from ltconvert.distill.data import Batch
+from ltconvert.distill.gradients import NotFinite
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.distill.optim import plan_steps
-from ltconvert.distill.processes import rank_and_world
+from ltconvert.distill.processes import rank_and_world, sum_of_processes
 from ltconvert.distill.selection.probe import Probe
-from ltconvert.errors import UserError
 from ltconvert.recipes.stages import LogitsSettings, SelectSettings
 
 POINTS = 10  # parts that a layer's training is measured in, at most
@@ -110,7 +110,8 @@ class MeasuredObjective(LogitsObjective):
         return metrics
 
     def _close_part(self) -> None:
-        self.kls.append(_mean_over_processes(torch.stack(self._part).mean()))
+        mean = sum_of_processes(torch.stack(self._part).mean()) / rank_and_world()[1]
+        self.kls.append(float(mean))
         self._part = []
         if len(self.kls) == self._points or self._give_up(self.kls):
             raise LayerDone
@@ -140,15 +141,8 @@ def train_layer(
         inputs.train(objective, settings, folder, f"select layer {layer}")
     except LayerDone:
         pass
-    except UserError as error:
+    except NotFinite as error:
         # The rates are those of the stage whose loss is used here.
-        raise UserError(str(error).replace("select.", "logits.")) from error
+        raise NotFinite(error.happened, "logits") from error
     shutil.rmtree(folder, ignore_errors=True)
     return objective.kls
-
-
-def _mean_over_processes(value: Tensor) -> float:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(value)
-        value = value / torch.distributed.get_world_size()
-    return float(value)

@@ -170,7 +170,7 @@ def test_a_killed_study_goes_on_where_it_stopped(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--set logits.lr=1", "recipe.logits.lr = 5e-05"),
+        ("--set logits.lr=1", "recipe.logits.lr = 2e-05"),
         ("--seed 1", "seed = 0"),
         ("--shares 0.95", "that is every layer"),
         ("--set logits.lrr=1", "logits.lrr"),
@@ -246,6 +246,8 @@ def test_only_studies_that_differ_by_their_seed_are_combined(tmp_path: Path) -> 
         (tmp_path / str(number) / "study.json").write_text(json.dumps(each))
     with pytest.raises(UserError, match=r"precision is fp32 in .*0 and bf16 in .*1; only the seed"):
         read_studies([tmp_path / "0", tmp_path / "1"])
+    with pytest.raises(UserError, match="no case has run in all studies"):
+        show([one, made_up(1, 0.1, [0]) | {"cases": []}])
     with pytest.raises(UserError, match="name each seed once"):
         read_studies([tmp_path / "0", tmp_path / "0"])
     with pytest.raises(UserError, match=r"no study\.json in it"):

@@ -172,7 +172,7 @@ def test_a_threshold_is_a_probability(threshold: float) -> None:
         looped("full")(tokens(1, 3), exit_threshold=threshold)
 
 
-def test_without_a_gate_or_with_a_graph_a_threshold_is_refused() -> None:
+def test_what_a_decoder_cannot_do_is_refused() -> None:
     plain = tiny_model(tiny_spec("llama", num_loops=2))
     with pytest.raises(UserError, match="a llama model has no exit gate"):
         plain.generate(tokens(1, 3), exit_threshold=0.5, **SAMPLING)
@@ -180,6 +180,9 @@ def test_without_a_gate_or_with_a_graph_a_threshold_is_refused() -> None:
         Decoder(plain, 1, 8, exit_threshold=0.5)
     with pytest.raises(ValueError, match="has no exit gate to average its loops by"):
         plain.expected_logits(plain(tokens(1, 3)))
+    for nothing in ({"block_tokens": 0}, {"prefill_tokens": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            Decoder(plain, 1, 8, **nothing)
     with pytest.raises(ValueError, match="a CUDA graph cannot branch"):
         Decoder(looped("full"), 1, 8, exit_threshold=0.5, graph=True)
     assert torch.equal(

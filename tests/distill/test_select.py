@@ -21,13 +21,14 @@ from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.selection.cost import batch_shape, most_cost
 from ltconvert.distill.selection.kl_trained import outside, ranked
+from ltconvert.distill.selection.render import summary_lines
 from ltconvert.distill.selection.result import Selection
 from ltconvert.distill.selection.short_training import short_settings, train_layer
 from ltconvert.distill.stage import StageInputs
 from ltconvert.errors import UserError
 from ltconvert.recipes.stages import SelectSettings
 
-ALL_METHODS = ["kl", "kl-fast", "kl-greedy", "kl-gates", "recall", "uniform"]
+ALL_METHODS = ["kl", "kl-fast", "kl-greedy", "kl-gates", "recall", "recall-greedy", "uniform"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def settings(method: str = "kl-fast", **changes: Any) -> SelectSettings:
     plain: dict[str, Any] = {
         "method": method,
         "eval_tokens": 256,
-        "seq_len_tokens": 400 if method == "recall" else 32,
+        "seq_len_tokens": 400 if method.startswith("recall") else 32,
         "recall_examples": 4,
         "train_tokens": 640,
         "stable_rounds": 3,
@@ -97,6 +98,8 @@ def test_every_method_writes_a_selection_that_can_be_read(
         == f"--set student.full_layers=[{selection.chosen[0]},{selection.chosen[1]}]"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["selection.json"]
+    if method.endswith("-greedy"):
+        assert any("Stability: 2 picks" in line for line in summary_lines(selection))
 
 
 def test_every_process_scores_the_same_rows(
@@ -179,8 +182,8 @@ def test_a_finished_selection_is_not_made_again_unless_settings_change(
     select.run(settings(), inputs, tmp_path)
     assert (tmp_path / "selection.json").read_bytes() == before
     monkeypatch.undo()
-    select.run(settings(direction="remove"), inputs, tmp_path)
-    assert Selection.load(tmp_path / "selection.json").direction == "remove"
+    select.run(settings(direction="restore"), inputs, tmp_path)
+    assert Selection.load(tmp_path / "selection.json").direction == "restore"
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"set": 1, "cost": {}}', "[]"])
@@ -302,5 +305,6 @@ def test_the_table_shows_rank_bars_cost_and_the_setting(
     if method != "uniform":
         assert "█" in text
         assert "Cost: " in text
+    assert ("no full layer on answers: " in text) == (method == "recall-greedy")
     lines = [line for line in text.splitlines() if line.count("│") > 2 or line.count("┃") > 2]
     assert len(lines) == 3 + 1

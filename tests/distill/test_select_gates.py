@@ -15,6 +15,7 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher, load_teacher
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill import select
+from ltconvert.distill.gradients import NotFinite
 from ltconvert.distill.logits import LogitsObjective
 from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.resume import trainable
@@ -25,6 +26,7 @@ from ltconvert.distill.selection.result import Selection
 from ltconvert.distill.selection.short_training import GATE_STEPS, gate_settings
 from ltconvert.distill.stage import StageInputs
 from ltconvert.distill.trainer import CHECKPOINT_STEPS_VARIABLE
+from ltconvert.errors import UserError
 from ltconvert.recipes.stages import LogitsSettings, SelectSettings
 
 
@@ -188,6 +190,28 @@ def test_a_killed_run_ends_like_an_undisturbed_one(
     assert found[0] == found[1]
     assert [path.name for path in (tmp_path / "cut").iterdir()] == ["selection.json"]
     assert found[0]["cost"]["trained_tokens"] == 640
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (NotFinite("step 3: the loss is nan", "select"), "step 3: the loss is nan; choose another"),
+        (UserError("the text is too short; lower seq_len_tokens"), "lower seq_len_tokens$"),
+    ],
+)
+def test_only_what_no_rate_can_mend_asks_for_another_method(
+    case: tuple[Path, Teacher],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: UserError,
+    line: str,
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(StageInputs, "train", broken)
+    with pytest.raises(UserError, match=line):
+        select.run(CHOSEN, inputs_of(case), tmp_path)
 
 
 def test_scores_that_are_trained_are_not_trained_again(

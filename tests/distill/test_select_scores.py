@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,42 @@ def test_greedy_equals_brute_force() -> None:
     assert scores.ranking[:3] == picked
     assert scores.facts["kl_after_picks"][-1] == pytest.approx(base, rel=1e-4)
     assert scores.history == [sorted(picked[: n + 1]) for n in range(3)]
+
+
+def test_greedy_over_answers_equals_brute_force(tiny_tokenizer: Any) -> None:
+    """KL where a number is answered, read off the texts themselves."""
+    teacher, student = pair(max_position_embeddings=1024)
+    settings = {"method": "recall-greedy", "seq_len_tokens": 400, "recall_examples": 4}
+    given = probe(teacher, student, [], tokenizer=tiny_tokenizer, keep=2, **settings)
+    examples = recall.example_batches(given)
+    given = replace(given, batches=[recall.as_batch(x) for x in examples])
+    scores = kl_greedy.rank(given)
+
+    def on_answers(model: LT2ForCausalLM) -> float:
+        found = []
+        for part in examples:
+            with torch.no_grad():
+                p_BTV, q_BTV = (
+                    m(part.input_ids_BT).logits.double().log_softmax(-1) for m in (teacher, model)
+                )
+            kl_BT = (p_BTV.exp() * (p_BTV - q_BTV)).sum(-1)
+            for row, start in enumerate(part.answer_start_B.tolist()):
+                answer = tiny_tokenizer.decode(part.input_ids_BT[row, start:])
+                assert answer.strip().isdigit()
+                found += kl_BT[row, start - 1 : -1].tolist()
+        return sum(found) / len(found)
+
+    assert scores.facts["student_kl"] == pytest.approx(
+        on_answers(hybrid(teacher, student, [])), rel=1e-4
+    )
+    singles = [on_answers(hybrid(teacher, student, [i])) for i in range(3)]
+    first = min(range(3), key=singles.__getitem__)
+    assert scores.ranking[0] == first
+    pairs = {i: on_answers(hybrid(teacher, student, [first, i])) for i in {0, 1, 2} - {first}}
+    assert scores.ranking[1] == min(pairs, key=pairs.__getitem__)
+    assert scores.facts["kl_after_picks"] == pytest.approx(
+        [singles[first], min(pairs.values())], rel=1e-4
+    )
 
 
 def test_greedy_counts_its_cost() -> None:
