@@ -34,14 +34,6 @@ def each_layer_forwards(schedule: Sequence[Step]) -> float:
     return sum(1 - slot / len(schedule) for slot in first.values())
 
 
-def per_loop_cost(settings: SelectSettings, schedule: Sequence[Step]) -> Cost:
-    """The most that a study of all visits costs, see ``per_loop``."""
-    rows, batches = batch_shape(settings)
-    tokens = rows * batches * settings.seq_len_tokens
-    forwards = (len(schedule) + 1) / 2 + 2
-    return Cost(tokens, batches * forwards, forwards * tokens)
-
-
 def most_cost(settings: SelectSettings, schedule: Sequence[Step], keep: int) -> Cost:
     """The cost if nothing settles early; a method that needs no scores costs nothing."""
     num_layers = len({step.layer for step in schedule})

@@ -12,16 +12,17 @@ sets out at the changed layer, on top of the one whole pass of the teacher that 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from ltconvert.distill.data import Batch
 from ltconvert.distill.progress import Bar
 from ltconvert.distill.selection.compare import kl_sums
-from ltconvert.distill.selection.probe import Probe, Stopwatch, read_batch
-from ltconvert.distill.selection.ranking import Stability, mean_ranks, order
+from ltconvert.distill.selection.probe import Probe, read_batch
+from ltconvert.distill.selection.ranking import mean_ranks, order
 from ltconvert.distill.selection.result import Cost, Scores
+from ltconvert.distill.selection.tally import Tally
 from ltconvert.distill.selection.walk import Walk, walk, with_mixer
 
 LAYERS_AT_ONCE = 8  # final hidden states kept until they are compared together
@@ -60,30 +61,21 @@ class Sums:
 
 def rank(probe: Probe) -> Scores:
     """Score all layers batch by batch until the choice has settled or the batches are used up."""
-    state = probe.progress.state
-    sums, cost = Sums(**state.get("sums", {})), Cost(**state.get("cost", {}))
-    stability = Stability(probe.settings.stable_rounds, state.get("history", []))
-    watch = Stopwatch(cost.seconds)
-    to_do = probe.batches[len(stability.history) :]
+    tally = Tally(probe, Sums, probe.batches)
+    sums, cost = tally.sums, tally.cost
     directions = 2 if probe.settings.direction == "both" else 1
-    with probe.bar(len(to_do) * directions * probe.num_layers) as bar:
-        for batch in to_do:
-            if stability.settled:
-                break
+    with probe.bar(len(tally.to_do) * directions * probe.num_layers) as bar:
+        for batch in tally:
             score_batch(probe, batch, sums, cost, bar)
-            stability.add(ranked(sums)[0][: probe.keep])
-            cost.seconds = watch.seconds
-            probe.progress.save(
-                {"sums": asdict(sums), "cost": asdict(cost), "history": stability.history}
-            )
+            tally.add(ranked(sums)[0][: probe.keep])
     ranking, main, higher_is_better = ranked(sums)
     return Scores(
         columns=sums.columns(),
         ranking=ranking,
         main=main,
         higher_is_better=higher_is_better,
-        history=stability.history,
-        stopped_early=stability.settled and len(stability.history) < len(probe.batches),
+        history=tally.history,
+        stopped_early=tally.stopped_early,
         facts={"student_kl": sums.student / sums.tokens} if sums.restored else {},
         cost=cost,
     )

@@ -25,9 +25,10 @@ from ltconvert.distill.progress import Bar
 from ltconvert.distill.records import write_json
 from ltconvert.distill.selection.compare import kl_sums
 from ltconvert.distill.selection.kl_fast import LAYERS_AT_ONCE
-from ltconvert.distill.selection.probe import Probe, Stopwatch, read_batch
-from ltconvert.distill.selection.ranking import Stability, order
+from ltconvert.distill.selection.probe import Probe, read_batch
+from ltconvert.distill.selection.ranking import order
 from ltconvert.distill.selection.result import Cost
+from ltconvert.distill.selection.tally import Tally
 from ltconvert.distill.selection.walk import Inputs, fitting, walk
 
 PER_LOOP_FOLDER = "per_loop"  # in a run folder
@@ -86,24 +87,15 @@ class VisitScores:
 
 def rank_visits(probe: Probe) -> VisitScores:
     """Score all visits batch by batch until the best have settled or the batches are used up."""
-    state, schedule = probe.progress.state, probe.student.model.schedule
-    loops = probe.student.config.num_loops
+    schedule, loops = probe.student.model.schedule, probe.student.config.num_loops
     keep = max(1, probe.keep * loops)
-    sums, cost = Sums(**state.get("sums", {})), Cost(**state.get("cost", {}))
-    stability = Stability(probe.settings.stable_rounds, state.get("history", []))
-    watch = Stopwatch(cost.seconds)
-    to_do = probe.batches[len(stability.history) :]
-    passes = len(to_do) * (len(schedule) + 1)  # one of a batch is the student as it is
+    tally = Tally(probe, Sums, probe.batches)
+    sums = tally.sums
+    passes = len(tally.to_do) * (len(schedule) + 1)  # one of a batch is the student as it is
     with probe.inputs.log.bar("select per loop", passes, "passes") as bar:
-        for batch in to_do:
-            if stability.settled:
-                break
-            score_batch(probe, batch, sums, cost, bar)
-            stability.add(order(sums.gains())[:keep])
-            cost.seconds = watch.seconds
-            probe.progress.save(
-                {"sums": asdict(sums), "cost": asdict(cost), "history": stability.history}
-            )
+        for batch in tally:
+            score_batch(probe, batch, sums, tally.cost, bar)
+            tally.add(order(sums.gains())[:keep])
     return VisitScores(
         num_layers=probe.num_layers,
         loops=loops,
@@ -111,9 +103,9 @@ def rank_visits(probe: Probe) -> VisitScores:
         visits=[_visit(step, gain) for step, gain in zip(schedule, sums.gains(), strict=True)],
         ranking=order(sums.gains()),
         student_kl=sums.student / sums.tokens,
-        batches=len(stability.history),
-        stopped_early=stability.settled and len(stability.history) < len(probe.batches),
-        cost=cost,
+        batches=len(tally.history),
+        stopped_early=tally.stopped_early,
+        cost=tally.cost,
     )
 
 

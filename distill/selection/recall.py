@@ -10,7 +10,7 @@ Shape letters: B rows, T tokens, C hidden width, A answer tokens of all rows.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from ltconvert.distill.data.batch import IGNORED, Batch
 from ltconvert.distill.evaluation.recall import Kind, RecallExamples, retrieval_examples
 from ltconvert.distill.progress import Bar
 from ltconvert.distill.selection.cost import batch_shape
-from ltconvert.distill.selection.probe import Probe, Stopwatch
-from ltconvert.distill.selection.ranking import Stability, order
+from ltconvert.distill.selection.probe import Probe
+from ltconvert.distill.selection.ranking import order
 from ltconvert.distill.selection.result import Cost, Scores
+from ltconvert.distill.selection.tally import Tally
 from ltconvert.distill.selection.walk import Inputs, walk, with_mixer
 from ltconvert.errors import UserError
 from ltconvert.recipes.stages import SelectSettings
@@ -52,34 +53,24 @@ class Sums:
 
 def rank(probe: Probe) -> Scores:
     """Score all layers batch by batch until the choice has settled or the examples are used up."""
-    batches = example_batches(probe)
-    state = probe.progress.state
-    sums, cost = Sums(**state.get("sums", {})), Cost(**state.get("cost", {}))
-    stability = Stability(probe.settings.stable_rounds, state.get("history", []))
-    watch = Stopwatch(cost.seconds)
-    to_do = batches[len(stability.history) :]
-    with probe.bar(len(to_do) * probe.num_layers) as bar:
-        for batch in to_do:
-            if stability.settled:
-                break
-            score_batch(probe, batch, sums, cost, bar)
-            stability.add(order(sums.columns()["log_prob_drop"])[: probe.keep])
-            cost.seconds = watch.seconds
-            probe.progress.save(
-                {"sums": asdict(sums), "cost": asdict(cost), "history": stability.history}
-            )
+    tally = Tally(probe, Sums, example_batches(probe))
+    sums = tally.sums
+    with probe.bar(len(tally.to_do) * probe.num_layers) as bar:
+        for batch in tally:
+            score_batch(probe, batch, sums, tally.cost, bar)
+            tally.add(order(sums.columns()["log_prob_drop"])[: probe.keep])
     columns = sums.columns()
     return Scores(
         columns=columns,
         ranking=order(columns["log_prob_drop"]),
         main="log_prob_drop",
-        history=stability.history,
-        stopped_early=stability.settled and len(stability.history) < len(batches),
+        history=tally.history,
+        stopped_early=tally.stopped_early,
         facts={
             "teacher_accuracy": sums.base_exact / sums.examples,
             "teacher_log_prob": sums.base_log_prob / sums.examples,
         },
-        cost=cost,
+        cost=tally.cost,
     )
 
 

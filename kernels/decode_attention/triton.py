@@ -1,8 +1,7 @@
 """``decode_attention`` in Triton: parts of the keys, and what puts them together.
 
 The number of parts follows from sizes that the host knows, never from the lengths: a CUDA graph
-replays the same grid while a sequence grows. As in `gdn_step`, eager calls go to the kernels
-directly and only ``torch.compile`` sees a registered op.
+replays the same grid while a sequence grows.
 """
 
 from __future__ import annotations
@@ -70,8 +69,6 @@ def decode_attention(
     arrivals_BH: Tensor | None,
 ) -> Tensor:
     """See ``ltconvert.kernels.decode_attention.decode_attention``."""
-    if torch.compiler.is_compiling():
-        return _registered_attend(q_BHD, k_BGSD, v_BGSD, lengths_B, scale, soft_cap)
     token, given = Token(q_BHD.contiguous()), (k_BGSD, v_BGSD, lengths_B, scale, soft_cap)
     return _in_parts(token, q_BHD.shape[1], *given, arrivals_BH)[0]
 
@@ -85,7 +82,7 @@ def decode_attention_with_sum(
     scale: float,
     soft_cap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``ltconvert.kernels.decode_attention.decode_attention_with_sum``; not compiled."""
+    """See ``ltconvert.kernels.decode_attention.decode_attention_with_sum``."""
     token, given = Token(q_BHD.contiguous()), (k_BGSD, v_BGSD, lengths_B, scale, soft_cap)
     y_BHD, m, l = _in_parts(token, q_BHD.shape[1], *given, summed=True)  # noqa: E741
     log_sum_BH = (m * math.log(2) + l.log()).logsumexp(-1).unflatten(0, q_BHD.shape[:2])
@@ -110,7 +107,7 @@ def decode_self_attention(
     norm_offset: float,
     arrivals_BH: Tensor | None,
 ) -> Tensor:
-    """See ``ltconvert.kernels.decode_attention.decode_self_attention``; not compiled."""
+    """See ``ltconvert.kernels.decode_attention.decode_self_attention``."""
     token = Token(
         qkv_BM if qkv_BM.stride(-1) == 1 else qkv_BM.contiguous(), slots_B.contiguous(),
         dense(cos_BD), dense(sin_BD), dense(q_norm_weight), dense(k_norm_weight),
@@ -168,28 +165,6 @@ def _in_parts(
                 BP=_together(plan.parts, CHANNELS), num_warps=4, **early,
             )  # fmt: skip
     return y_BHD, m, l
-
-
-def _attend(
-    q_BHD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
-    lengths_B: Tensor,
-    scale: float,
-    soft_cap: float | None,
-) -> Tensor:
-    token = Token(q_BHD.contiguous())
-    return _in_parts(token, q_BHD.shape[1], k_BGSD, v_BGSD, lengths_B, scale, soft_cap)[0]
-
-
-_registered_attend = torch.library.custom_op(
-    "ltconvert::decode_attention", _attend, mutates_args=()
-)
-
-
-@_registered_attend.register_fake
-def _output(q_BHD: Tensor, *inputs: Any) -> Tensor:
-    return q_BHD.new_empty(q_BHD.shape)
 
 
 @cache

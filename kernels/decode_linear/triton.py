@@ -1,6 +1,4 @@
-"""``decode_linear`` in Triton: one launch. As in `gdn_step`, eager calls go to the kernel directly
-and only ``torch.compile`` sees a registered op.
-"""
+"""``decode_linear`` in Triton: one launch."""
 
 from __future__ import annotations
 
@@ -32,6 +30,14 @@ WIDE_FETCH = True
 STAGES = 5  # blocks on their way, the one at work counted; paid in shared memory
 
 
+class Plan(NamedTuple):
+    """How a shape is run: the kernel's constants, its launch options, all weights asked for."""
+
+    constants: dict[str, Any]
+    launch: dict[str, int]
+    fetch: bool
+
+
 def decode_linear(
     x_BC: Tensor,
     weight_OC: Tensor,
@@ -45,33 +51,7 @@ def decode_linear(
     activation: str,
 ) -> Tensor:
     """See ``ltconvert.kernels.decode_linear.decode_linear``."""
-    run = _registered_run if torch.compiler.is_compiling() else _run
-    return run(
-        x_BC, weight_OC, bias_O, norm_weight_C, residual_BO, norm_eps, norm_offset, swiglu,
-        activation,
-    )  # fmt: skip
-
-
-class Plan(NamedTuple):
-    """How a shape is run: the kernel's constants, its launch options, all weights asked for."""
-
-    constants: dict[str, Any]
-    launch: dict[str, int]
-    fetch: bool
-
-
-def _run(
-    x_BC: Tensor,
-    weight_OC: Tensor,
-    bias_O: Tensor | None,
-    norm_weight_C: Tensor | None,
-    residual_BO: Tensor | None,
-    norm_eps: float,
-    norm_offset: float,
-    swiglu: bool,
-    activation: str,
-) -> Tensor:
-    y_BO = _new(x_BC, weight_OC, swiglu)
+    y_BO = x_BC.new_empty(x_BC.shape[0], weight_OC.shape[0] // (2 if swiglu else 1))
     batch, outputs = y_BO.shape
     if not batch or not outputs:
         return y_BO
@@ -87,18 +67,6 @@ def _run(
             **plan.launch, **overlap.options(x_BC.device, bias_O, norm_weight_C),
         )  # fmt: skip
     return y_BO
-
-
-_registered_run = torch.library.custom_op("ltconvert::decode_linear", _run, mutates_args=())
-
-
-@_registered_run.register_fake
-def _output(x_BC: Tensor, weight_OC: Tensor, *inputs: Any) -> Tensor:
-    return _new(x_BC, weight_OC, swiglu=inputs[5])
-
-
-def _new(x_BC: Tensor, weight_OC: Tensor, swiglu: bool) -> Tensor:
-    return x_BC.new_empty(x_BC.shape[0], weight_OC.shape[0] // (2 if swiglu else 1))
 
 
 @cache

@@ -175,13 +175,10 @@ def test_scores_far_apart_and_far_from_zero(backend: str, heads: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]])
-def test_a_graph_takes_it_and_runs_repeat(backend: str, shape: tuple[int, ...]) -> None:
+def test_runs_repeat(backend: str, shape: tuple[int, ...]) -> None:
     given = inputs(shape, DTYPES[-1])
     want = decode_attention(**given, scale=0.3, soft_cap=5.0)
     assert torch.equal(decode_attention(**given, scale=0.3, soft_cap=5.0), want)
-    compiled = torch.compile(decode_attention, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(**given, scale=0.3, soft_cap=5.0), want)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")

