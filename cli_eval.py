@@ -79,7 +79,7 @@ def run(
 
     device = session.device()
     session.choose_kernels(device)
-    precision, reason = _precision(session, models, device)
+    precision, reason = session.precision(device, models.run_dir)
     folder = out or models.run_dir or default_out(models)
     log = RunLog(None, json=session.json)
     log.say(f"device: {device}, precision: {precision} ({reason})")
@@ -124,16 +124,6 @@ def _teacher(models: Models, device: torch.device) -> Teacher | None:
             f"the teacher that {models.student} records cannot be loaded: {error}; name it with "
             "--teacher"
         ) from error
-
-
-def _precision(session: Session, models: Models, device: torch.device) -> tuple[str, str]:
-    """That of the run whose student it is, so that its scores are comparable; else the faster."""
-    from ltconvert.distill.run_identity import recorded_precision
-
-    recorded = recorded_precision(models.run_dir) if models.run_dir else None
-    if recorded is None or session.precision_name != "auto":
-        return session.precision(device)
-    return recorded, "as the run"
 
 
 def default_out(models: Models) -> Path:

@@ -120,13 +120,9 @@ def _say_set_up(session: Session, log: RunLog, run_dir: Path, device: torch.devi
     """Device, precision and kernels with the reason for each; the precision."""
     import torch
 
-    from ltconvert.distill.run_identity import recorded_precision
-
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     log.say(f"device: {device}{name}, torch {torch.__version__}")
-    precision, reason = recorded_precision(run_dir), "as this run began"
-    if precision is None or session.precision_name != "auto":
-        precision, reason = session.precision(device)
+    precision, reason = session.precision(device, run_dir)
     log.say(f"precision: {precision} ({reason})")
     by_choice: dict[str, list[str]] = {}
     for op, backend, why in session.choose_kernels(device):

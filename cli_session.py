@@ -27,6 +27,8 @@ import typer
 from ltconvert.errors import Mistakes, UserError, out_of_memory
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
 INTERRUPTED = 130
@@ -82,11 +84,18 @@ class Session:
             os.environ["ACCELERATE_USE_CPU"] = "true"  # also where there is a GPU
         return device
 
-    def precision(self, device: torch.device) -> tuple[str, str]:
-        """(`fp32` or `bf16`, why), measured where `--precision auto` leaves the choice."""
+    def precision(self, device: torch.device, run_dir: Path | None = None) -> tuple[str, str]:
+        """(`fp32` or `bf16`, why). `--precision auto` means that of the folder's run, so that its
+        figures are comparable, or else the faster one, which is measured.
+        """
         from ltconvert.distill.precision import pick_precision
         from ltconvert.distill.processes import all_values, join_processes
+        from ltconvert.distill.run_identity import recorded_precision
 
+        if run_dir is not None and self.precision_name == "auto":
+            recorded = recorded_precision(run_dir)
+            if recorded is not None:
+                return recorded, "as the run began"
         join_processes(device)
         # Processes may measure differently; all follow the first.
         return all_values(pick_precision(device, self.precision_name))[0]

@@ -33,7 +33,7 @@ from ltconvert.distill.evaluation.scores import heldout_rows
 from ltconvert.distill.interrupt import OutOfTime, Stopped
 from ltconvert.distill.processes import is_main_process, join_processes, wait_for_everyone
 from ltconvert.distill.records import clear_disk_errors, write_json
-from ltconvert.distill.run_identity import NEUTRAL, RUN_FILE, check_same_run, recorded_precision
+from ltconvert.distill.run_identity import NEUTRAL, RUN_FILE, check_same_run
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.trainer import train
 from ltconvert.errors import UserError
@@ -66,8 +66,7 @@ def run(options: argparse.Namespace, session: Session) -> None:
     """Train, save and score; goes on from what ``--out`` holds."""
     device = session.device()
     join_processes(device)
-    recorded = recorded_precision(options.out) if options.precision == "auto" else None
-    precision, log = recorded or session.precision(device)[0], RunLog(options.out)
+    (precision, _), log = session.precision(device, options.out), RunLog(options.out)
     tokenizer = read_tokenizer(options.tokenizer)
     data = DataSettings(source=options.data, heldout_share=options.heldout_share)
     spec = looped_spec(

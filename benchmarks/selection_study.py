@@ -31,7 +31,7 @@ from ltconvert.distill.lineage import START
 from ltconvert.distill.plan import plan
 from ltconvert.distill.planning.rows import recorded_rows, with_rows
 from ltconvert.distill.records import clear_disk_errors, versions, write_json
-from ltconvert.distill.run_identity import RUN_FILE, check_same_run, recorded_precision
+from ltconvert.distill.run_identity import RUN_FILE, check_same_run
 from ltconvert.distill.selection.ranking import count_full_layers
 from ltconvert.errors import UserError
 
@@ -103,8 +103,7 @@ def _begin(options: argparse.Namespace, session: Session) -> Study:
     recipe = recipes.resolve(options.recipe, options=SMALL | own | budget, overrides=options.set)
     recipe = recipes.adjust(recipe, options={"student": {"full_layers": max(options.shares)}})
     base = options.out / "aligned"
-    recorded = recorded_precision(base) if options.precision == "auto" else None
-    precision = recorded or session.precision(device)[0]
+    precision, _ = session.precision(device, base)
     rows = recorded_rows(recipe, base)
     if not rows:
         spec, _ = describe_teacher(options.teacher)

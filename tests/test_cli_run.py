@@ -290,7 +290,7 @@ def test_eval_of_a_run_without_its_teacher(
     path.write_text(json.dumps(provenance))
     assert run(app, ["eval", "--student", str(moved), "--device", "cpu"]) == 2
     shown = capsys.readouterr()
-    assert "precision: fp32 (as the run)" in shown.out
+    assert "precision: fp32 (as the run began)" in shown.out
     assert "records cannot be loaded" in shown.err and "name it with --teacher" in shown.err
 
 

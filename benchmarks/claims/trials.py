@@ -27,7 +27,7 @@ from ltconvert.distill.interrupt import OutOfTime, Stopped
 from ltconvert.distill.objective import Stream
 from ltconvert.distill.records import clear_disk_errors, write_json
 from ltconvert.distill.resume import CHECKPOINT
-from ltconvert.distill.run_identity import RUN_FILE, check_same_run, recorded_precision
+from ltconvert.distill.run_identity import RUN_FILE, check_same_run
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.trainer import train
 from ltconvert.errors import UserError
@@ -190,8 +190,7 @@ def launch(
 def _begin(options: argparse.Namespace, session: Session) -> Bench:
     """Claim the folder of an empty ``--out``; refuse one that holds other trials."""
     device = session.device()
-    recorded = recorded_precision(options.out) if options.precision == "auto" else None
-    precision = recorded or session.precision(device)[0]
+    precision, _ = session.precision(device, options.out)
     asked = {k: v for k, v in vars(options).items() if k not in _NOT_IDENTITY}
     now = {**asked, "precision": precision}
     path = options.out / RUN_FILE

@@ -21,7 +21,7 @@ class Cost:
         forwards: layer visits over the visits of one whole forward of a batch, added up; a linear
             student's forward counts as one like the teacher's.
         forward_tokens: the same weighted by the tokens of each batch: tokens times whole forwards.
-        trained_tokens: tokens of short distillation, over all layers (method ``kl``).
+        trained_tokens: tokens of short distillation, over all layers (`kl`, `kl-gates`).
         seconds: wall time, earlier parts of a resumed run included.
     """
 
