@@ -72,6 +72,16 @@ def run(
     session: Session, models: Models, recipe: Recipe, task_path: Path | None, out: Path | None
 ) -> None:
     """Measure, write `evaluation.json` and the report, print the tables."""
+    from ltconvert.distill.run_lock import working_in
+
+    folder = out or models.run_dir or default_out(models)
+    with working_in(folder):
+        _measure(session, models, recipe, task_path, folder)
+
+
+def _measure(
+    session: Session, models: Models, recipe: Recipe, task_path: Path | None, folder: Path
+) -> None:
     from ltconvert.convert.checkpoint import load_student
     from ltconvert.distill.evaluate import evaluate
     from ltconvert.distill.report import build_report, show_evaluation
@@ -80,7 +90,6 @@ def run(
     device = session.device()
     session.choose_kernels(device)
     precision, reason = session.precision(device, models.run_dir)
-    folder = out or models.run_dir or default_out(models)
     log = RunLog(None, json=session.json)
     log.say(f"device: {device}, precision: {precision} ({reason})")
     teacher = _teacher(models, device)

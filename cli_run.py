@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,27 +33,29 @@ def distill(
     from ltconvert.distill.report import show_evaluation
 
     check_tasks(recipe.eval.tasks)  # a misspelt task should not come to light after the training
-    start = begin(session, recipe, teacher_name, out, revision)
-    if start.teacher.tokenizer is not None:  # without one the run is refused
-        check_recall(start.teacher.tokenizer, recipe.eval, recipe.seed)
-    result = run_stages(start)
-    start.log.close()
-    if not is_main_process():
-        return
-    found = evaluate_run(
-        start.run_dir,
-        start.teacher,
-        result.student,
-        recipe,
-        start.log,
-        precision=result.precision,
-    )
-    if session.json:
-        output.print_json(_document(result, start.run_dir) | {"evaluation": found})
-        return
-    output.print_line(show_evaluation(start.run_dir))
-    output.print_line(f"student: {result.student_dir}")
-    output.print_line(f"report: {start.run_dir / 'report.md'} and {start.run_dir / 'report.html'}")
+    with begin(session, recipe, teacher_name, out, revision) as start:
+        if start.teacher.tokenizer is not None:  # without one the run is refused
+            check_recall(start.teacher.tokenizer, recipe.eval, recipe.seed)
+        result = run_stages(start)
+        start.log.close()
+        if not is_main_process():
+            return
+        found = evaluate_run(
+            start.run_dir,
+            start.teacher,
+            result.student,
+            recipe,
+            start.log,
+            precision=result.precision,
+        )
+        if session.json:
+            output.print_json(_document(result, start.run_dir) | {"evaluation": found})
+            return
+        output.print_line(show_evaluation(start.run_dir))
+        output.print_line(f"student: {result.student_dir}")
+        output.print_line(
+            f"report: {start.run_dir / 'report.md'} and {start.run_dir / 'report.html'}"
+        )
 
 
 def plan(
@@ -88,17 +92,31 @@ class Start:
     precision: str
 
 
+@contextmanager
 def begin(
     session: Session, recipe: Recipe, teacher_name: str, out: Path | None, revision: str | None
+) -> Iterator[Start]:
+    """Keep the run folder to this call, say what runs where and why, and load the teacher.
+
+    Raises:
+        UserError: the folder is another's, or the run cannot fit.
+    """
+    from ltconvert.distill.run_lock import working_in
+
+    run_dir = out or default_out(teacher_name, recipe)
+    _check_out(run_dir)
+    with working_in(run_dir):
+        yield _started(session, recipe, teacher_name, run_dir, revision)
+
+
+def _started(
+    session: Session, recipe: Recipe, teacher_name: str, run_dir: Path, revision: str | None
 ) -> Start:
-    """Say what runs where and why, check that it fits, then load the teacher."""
     from ltconvert.convert.teachers.load import load_teacher
     from ltconvert.distill.planning.rows import agreed_rows, recorded_rows, with_rows
     from ltconvert.distill.run_identity import RUN_FILE
     from ltconvert.distill.runlog import RunLog
 
-    run_dir = out or default_out(teacher_name, recipe)
-    _check_out(run_dir)
     device = session.device()
     log = RunLog(run_dir, json=session.json)
     log.say(f"run folder: {run_dir}")
@@ -173,10 +191,12 @@ def _check_out(run_dir: Path) -> None:
         UserError: naming it.
     """
     from ltconvert.distill.run_identity import RUN_FILE
+    from ltconvert.distill.run_lock import LOCK_FILE
 
     if run_dir.is_file():
         raise UserError(f"--out {run_dir} is a file; name a folder")
-    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / RUN_FILE).exists():
+    found = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    if found - {LOCK_FILE} and RUN_FILE not in found:
         raise UserError(
             f"--out {run_dir} holds files that no run of ltconvert wrote; choose another folder"
         )

@@ -34,18 +34,18 @@ def select_layers(
         for name in ("logits", "shrink", "longctx")
     }
     recipe = recipe.model_copy(update=only)
-    start = begin(session, recipe, teacher_name, out, revision)
-    run_stages(start)
-    start.log.close()
-    if not is_main_process():
-        return
-    path = start.run_dir / "stages" / "select" / SELECTION_FILE
-    selection = Selection.load(path)
-    if session.json:
-        output.print_json(selection.to_dict() | {"path": path})
-        return
-    output.print_rich(render_selection(selection))
-    output.print_line(f"written: {path}")
+    with begin(session, recipe, teacher_name, out, revision) as start:
+        run_stages(start)
+        start.log.close()
+        if not is_main_process():
+            return
+        path = start.run_dir / "stages" / "select" / SELECTION_FILE
+        selection = Selection.load(path)
+        if session.json:
+            output.print_json(selection.to_dict() | {"path": path})
+            return
+        output.print_rich(render_selection(selection))
+        output.print_line(f"written: {path}")
 
 
 def per_loop(
@@ -68,27 +68,27 @@ def per_loop(
     if loops == 1:
         raise UserError("--per-loop compares loops, and this student has one; leave it out")
     _check_selects(recipe, "--per-loop")
-    start = begin(session, recipe, teacher_name, out, revision)
-    with start.log.hearing("ltconvert.kernels"):
-        inputs = pipeline.inputs_of(
-            "select",
-            start.recipe,
-            start.teacher,
-            start.run_dir,
-            start.log,
-            device=start.device,
-            precision=start.precision,
-        )
-    scores = select.per_loop(inputs, start.run_dir)
-    start.log.close()
-    if not is_main_process():
-        return
-    path = start.run_dir / PER_LOOP_FOLDER / PER_LOOP_FILE
-    if session.json:
-        output.print_json(asdict(scores) | {"path": path})
-        return
-    output.print_rich(render_per_loop(scores))
-    output.print_line(f"written: {path}")
+    with begin(session, recipe, teacher_name, out, revision) as start:
+        with start.log.hearing("ltconvert.kernels"):
+            inputs = pipeline.inputs_of(
+                "select",
+                start.recipe,
+                start.teacher,
+                start.run_dir,
+                start.log,
+                device=start.device,
+                precision=start.precision,
+            )
+        scores = select.per_loop(inputs, start.run_dir)
+        start.log.close()
+        if not is_main_process():
+            return
+        path = start.run_dir / PER_LOOP_FOLDER / PER_LOOP_FILE
+        if session.json:
+            output.print_json(asdict(scores) | {"path": path})
+            return
+        output.print_rich(render_per_loop(scores))
+        output.print_line(f"written: {path}")
 
 
 def _check_selects(recipe: Recipe, what: str) -> None:

@@ -28,12 +28,13 @@ from ltconvert.benchmarks.looped_scores import score, table
 from ltconvert.cli_session import INTERRUPTED, Session, prepare
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.spec import TeacherSpec
-from ltconvert.distill.data import PackedStream
+from ltconvert.distill.data import PackedStream, as_recorded, data_identity
 from ltconvert.distill.evaluation.scores import heldout_rows
 from ltconvert.distill.interrupt import OutOfTime, Stopped
 from ltconvert.distill.processes import is_main_process, join_processes, wait_for_everyone
 from ltconvert.distill.records import clear_disk_errors, write_json
 from ltconvert.distill.run_identity import NEUTRAL, RUN_FILE, check_same_run
+from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.trainer import train
 from ltconvert.errors import UserError
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     session = Session(options.device, options.precision, "auto", False, False, False)
     prepare(session)
     try:
-        with clear_disk_errors(options.out):
+        with clear_disk_errors(options.out), working_in(options.out):
             run(options, session)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
@@ -158,17 +159,18 @@ def _claim(
 ) -> None:
     """Note what the run is in an empty folder; refuse one that holds another run."""
     training = {k: v for k, v in settings.model_dump(mode="json").items() if k not in NEUTRAL}
+    path = options.out / RUN_FILE
+    then = json.loads(path.read_text()) if path.is_file() else None
     now: Mapping[str, Any] = {
         "precision": precision,
         "seed": options.seed,
         "loss": options.loss,
         "model": asdict(spec),
-        "data": data.model_dump(mode="json"),
+        "data": as_recorded(data_identity(data), then["data"] if then else None),
         "train": training,
     }
-    path = options.out / RUN_FILE
-    if path.is_file():
-        check_same_run(options.out, STAGE, json.loads(path.read_text()), now)
+    if then is not None:
+        check_same_run(options.out, STAGE, then, now)
     wait_for_everyone()
     if is_main_process():
         options.out.mkdir(parents=True, exist_ok=True)

@@ -26,12 +26,14 @@ from ltconvert.benchmarks.selection_cases import Study, measure, scores_of
 from ltconvert.benchmarks.selection_table import STUDY_FILE, read_studies, show
 from ltconvert.cli_session import INTERRUPTED, Session, prepare
 from ltconvert.convert.teachers.load import describe_teacher, load_teacher
+from ltconvert.distill.data import as_recorded, data_identity
 from ltconvert.distill.interrupt import Stopped
 from ltconvert.distill.lineage import START
 from ltconvert.distill.plan import plan
 from ltconvert.distill.planning.rows import recorded_rows, with_rows
 from ltconvert.distill.records import clear_disk_errors, versions, write_json
 from ltconvert.distill.run_identity import RUN_FILE, check_same_run
+from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.selection.ranking import count_full_layers
 from ltconvert.errors import UserError
 
@@ -58,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.combine:
             print("\n".join(show(read_studies(options.combine))))
             return 0
-        with clear_disk_errors(options.out):
+        with clear_disk_errors(options.out), working_in(options.out):
             run(options, session)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
@@ -79,7 +81,7 @@ def run(options: argparse.Namespace, session: Session) -> None:
     if not teacher_file.exists():
         write_json(teacher_file, {"recall": study.recall(study.teacher.model)})
     document = {
-        "settings": _identity(study),
+        "settings": json.loads((study.out / RUN_FILE).read_text()),
         "device": _name(study.device),
         "versions": versions(),
         "teacher": json.loads(teacher_file.read_text()),
@@ -112,17 +114,22 @@ def _begin(options: argparse.Namespace, session: Session) -> Study:
     if count_full_layers(max(options.shares), teacher.spec.num_layers) == teacher.spec.num_layers:
         raise UserError(f"--shares {max(options.shares)}: that is every layer; give less")
     study = Study(with_rows(recipe, rows), teacher, options.out, precision)
-    path, now = options.out / RUN_FILE, _identity(study)
-    if path.is_file():
-        check_same_run(options.out, "study", json.loads(path.read_text()), now)
+    path = options.out / RUN_FILE
+    then = json.loads(path.read_text()) if path.is_file() else None
+    now = _identity(study, then)
+    if then is not None:
+        check_same_run(options.out, "study", then, now)
     options.out.mkdir(parents=True, exist_ok=True)
     write_json(path, now)
     return study
 
 
-def _identity(study: Study) -> dict[str, Any]:
-    """All that the cases share and that their figures depend on."""
+def _identity(study: Study, then: dict[str, Any] | None) -> dict[str, Any]:
+    """All that the cases share and that their figures depend on; ``then``: as noted before."""
     recipe = study.recipe.model_dump(mode="json", exclude={"runtime"})
+    recipe["data"] = as_recorded(
+        data_identity(study.recipe.data), then["recipe"]["data"] if then else None
+    )
     del recipe["student"]["full_layers"], recipe["select"]["method"]
     teacher = {"name": study.teacher.name, "digest": study.teacher.digest}
     return {"teacher": teacher, "precision": study.precision, "recipe": recipe}

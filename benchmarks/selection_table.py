@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ltconvert.distill.data import as_recorded
 from ltconvert.distill.run_identity import first_difference
 from ltconvert.errors import UserError
 
@@ -32,9 +33,11 @@ def read_studies(folders: Sequence[Path]) -> list[dict[str, Any]]:
             raise UserError(f"--combine {folder}: no {STUDY_FILE} in it; name the --out of a study")
         studies.append(json.loads(path.read_text(encoding="utf-8")))
     seeds = [study["settings"]["recipe"].pop("seed") for study in studies]
-    for study in studies:  # rows at a time are the free memory's business
+    recipes = [study["settings"]["recipe"] for study in studies]
+    for recipe in recipes:  # rows at a time are the free memory's business
         for stage in STAGES_OF_ROWS:
-            study["settings"]["recipe"].get(stage, {}).pop("micro_batch_rows", None)
+            recipe.get(stage, {}).pop("micro_batch_rows", None)
+        recipe["data"] = as_recorded(recipe.get("data", {}), recipes[0].get("data"))
     if len(set(seeds)) < len(seeds):
         raise UserError(f"--combine: the studies' seeds are {seeds}; name each seed once")
     for folder, study in zip(folders, studies, strict=True):

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.teachers.load import Teacher, digest
+from ltconvert.distill.data import as_recorded
 from ltconvert.distill.evaluation.lm_eval import quiet
 from ltconvert.distill.evaluation.parts import PARTS, Evaluation, Part
 from ltconvert.distill.evaluation.recall import KINDS, retrieval_examples
@@ -30,6 +31,7 @@ from ltconvert.distill.evaluation.scores import describe
 from ltconvert.distill.evaluation.task_files import check_tasks
 from ltconvert.distill.processes import is_main_process
 from ltconvert.distill.records import clear_disk_errors, versions, write_json
+from ltconvert.distill.run_lock import working_in
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ def evaluate(
         and ``depends_on`` a part.
 
     Raises:
-        UserError: no model, an unknown part, or a mistake that a part finds.
+        UserError: no model, an unknown part, a mistake that a part finds, or another call at work
+            in the folder.
     """
     models = {"teacher": teacher.model if teacher else None, "student": student}
     job = Evaluation(
@@ -96,7 +99,7 @@ def evaluate(
             "revision": teacher.revision,
             "remarks": list(teacher.remarks),
         }
-    with clear_disk_errors(folder):
+    with clear_disk_errors(folder), working_in(folder):
         return _measure(job, facts, folder, parts)
 
 
@@ -129,7 +132,11 @@ def _measure(
     before = read_evaluation(folder) or {}
     whole = {"parts": {}, "seconds": {}, "depends_on": {}} | before
     whole |= {"models": facts, "precision": job.precision, "versions": versions()}
-    needs = {name: _depends_on(job, facts, part) for name, part in PARTS.items()}
+    needs = {
+        name: _depends_on(job, facts, PARTS[name], whole["depends_on"].get(name, {}))
+        for name in PARTS
+        if name in parts or name in whole["parts"]
+    }
     for name in list(whole["parts"]):
         if whole["depends_on"].get(name) != needs.get(name):
             for section in ("parts", "seconds", "depends_on"):
@@ -151,13 +158,15 @@ def _measure(
     return whole
 
 
-def _depends_on(job: Evaluation, facts: dict[str, Any], part: Part) -> dict[str, Any]:
-    """What a part's result depends on, as JSON gives it back."""
+def _depends_on(
+    job: Evaluation, facts: dict[str, Any], part: Part, then: dict[str, Any]
+) -> dict[str, Any]:
+    """What a part's result depends on, as JSON gives it back; ``then``: what an earlier one did."""
     needs: dict[str, Any] = {name: getattr(job.settings, name) for name in part.settings}
     needs |= {who: of_model["digest"] for who, of_model in facts.items()}
     needs |= {"precision": job.precision, "seed": job.seed}
     if part.reads_data:
-        needs["data"] = job.data.model_dump(mode="json")
+        needs["data"] = as_recorded(job.text, then.get("data"))
     if "tasks" in part.settings and job.include_path is not None:
         needs["include_path"] = str(job.include_path)
     return json.loads(json.dumps(needs))
@@ -211,19 +220,20 @@ def evaluate_run(
     """
     from ltconvert.distill.report import build_report
 
-    found = evaluate(
-        teacher,
-        student,
-        teacher.tokenizer,
-        recipe.eval,
-        data=recipe.data,
-        folder=run_dir,
-        log=log,
-        precision=precision,
-        seed=recipe.seed,
-        include_path=include_path,
-    )
-    if is_main_process():
-        for path in build_report(run_dir):
-            log.say(f"written: {path}")
+    with clear_disk_errors(run_dir), working_in(run_dir):
+        found = evaluate(
+            teacher,
+            student,
+            teacher.tokenizer,
+            recipe.eval,
+            data=recipe.data,
+            folder=run_dir,
+            log=log,
+            precision=precision,
+            seed=recipe.seed,
+            include_path=include_path,
+        )
+        if is_main_process():
+            for path in build_report(run_dir):
+                log.say(f"written: {path}")
     return found

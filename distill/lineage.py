@@ -26,7 +26,7 @@ from ltconvert.convert.transfer import (
     student_options,
 )
 from ltconvert.distill.damage import least_damage
-from ltconvert.distill.data import Batch, PackedStream
+from ltconvert.distill.data import Batch, PackedStream, as_recorded, data_identity
 from ltconvert.distill.input_squares import input_squares
 from ltconvert.distill.planning.models import shortened
 from ltconvert.distill.processes import is_main_process, wait_for_everyone
@@ -85,7 +85,11 @@ class Lineage:
         """
         self._check_sizes()
         check_owner(self.shelf.run_dir, self._owner())
-        parts = chain(self.recipe, self.teacher, self.precision, self.recipe.stages)
+        start = read_record(self.shelf.folder(START))
+        data = as_recorded(
+            data_identity(self.recipe.data), start.depends_on.get("data") if start else None
+        )
+        parts = chain(self.recipe, self.teacher, self.precision, self.recipe.stages, data)
         for stage, depends_on in parts.items():
             record = read_record(self.shelf.folder(stage)) or StageRecord(stage, "new", depends_on)
             check_same_run(self.shelf.run_dir, stage, record.depends_on, depends_on)

@@ -43,6 +43,7 @@ from ltconvert.distill.records import (
 )
 from ltconvert.distill.reporting.tables import runs
 from ltconvert.distill.run_identity import fingerprint, recorded_precision
+from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.shelf import Shelf
 from ltconvert.distill.stage import StageInputs, StageResult
@@ -243,12 +244,12 @@ def run(
         precision: ``fp32``, ``bf16``, or ``auto``: what the run began with, else the faster one.
 
     Raises:
-        UserError: the folder holds a run of another teacher, recipe or setting; the disk refuses;
-            the teacher has no tokenizer, or is a student that this recipe does not take; or a stage
-            finds a mistake.
+        UserError: the folder holds a run of another teacher, recipe, text or setting, or another
+            call is at work in it; the disk refuses; the teacher has no tokenizer, or is a student
+            that this recipe does not take; or a stage finds a mistake.
     """
     run_dir = Path(run_dir)
-    with clear_disk_errors(run_dir):
+    with clear_disk_errors(run_dir), working_in(run_dir):
         return _opened(recipe, teacher, run_dir, log, device, precision).run()
 
 
@@ -271,7 +272,7 @@ def inputs_of(
         UserError: as ``run``.
     """
     run_dir = Path(run_dir)
-    with clear_disk_errors(run_dir):
+    with clear_disk_errors(run_dir), working_in(run_dir):
         pipeline = _opened(recipe, teacher, run_dir, log, device, precision)
         pipeline.before = stage
         pipeline.run()

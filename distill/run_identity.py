@@ -1,8 +1,8 @@
 """What a stage's result depends on, and whether a run folder's content still fits it.
 
 Each stage depends on its own settings and on the stage before, back to the start, which depends on
-the teacher, the student, the data, the seed and the precision. What changes no result (when to
-write checkpoints, what to measure) is left out.
+the teacher, the student, the data and its content, the seed and the precision. What changes no
+result (when to write checkpoints, what to measure) is left out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ltconvert.distill.data.content import CONTENT
 from ltconvert.distill.records import write_json
 from ltconvert.errors import UserError
 
@@ -55,12 +56,20 @@ def check_same_run(
     """Refuse to continue a stage that was begun under other settings.
 
     Raises:
-        UserError: names the field that changed, its value then and now.
+        UserError: names the field that changed, its value then and now; or the data source whose
+            content did.
     """
     difference = first_difference(then, now)
     if difference is None:
         return
     name, before, after = difference
+    section, _, field = name.rpartition(".")
+    if field == CONTENT:
+        raise UserError(
+            f"{run_dir} holds a run on another text: the content of data.source "
+            f"{flatten(now)[f'{section}.source']!r} has changed since; put the old text back, or "
+            "choose another output folder"
+        )
     raise UserError(
         f"{run_dir} holds a run whose stage {stage} was made with {name} = {before}, "
         f"this call asks for {after}: set it back, or choose another output folder"
@@ -116,9 +125,17 @@ def _read_owner(path: Path) -> dict[str, Any] | None:
 
 
 def chain(
-    recipe: Recipe, teacher: Teacher, precision: str, stages: Sequence[str]
+    recipe: Recipe,
+    teacher: Teacher,
+    precision: str,
+    stages: Sequence[str],
+    data: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
-    """What the start and each stage depend on; each holds the fingerprint of the one before."""
+    """What the start and each stage depend on; each holds the fingerprint of the one before.
+
+    Args:
+        data: of ``data_identity``, in the words of the run if it has begun.
+    """
     student = recipe.student.model_dump(mode="json")
     count = student.pop("full_layers")
     listed = {"full_layers": count} if isinstance(count, list | str) else {}
@@ -128,7 +145,7 @@ def chain(
             "precision": precision,
             "seed": recipe.seed,
             "student": student | listed,
-            "data": recipe.data.model_dump(mode="json"),
+            "data": dict(data),
         }
     }
     before = depends_on["start"]

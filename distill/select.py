@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from ltconvert.distill.data import Batch, PackedStream
+from ltconvert.distill.data import Batch, PackedStream, as_recorded, data_identity
 from ltconvert.distill.logits import frozen_copy
 from ltconvert.distill.processes import all_values, is_main_process, wait_for_everyone
+from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.selection import kl_fast, kl_gates, kl_greedy, kl_trained, recall
 from ltconvert.distill.selection.cost import batch_shape
 from ltconvert.distill.selection.partial import Progress
@@ -82,7 +83,7 @@ def identity(settings: SelectSettings, inputs: StageInputs) -> dict[str, Any]:
     return {
         "select": settings.model_dump(mode="json", exclude={"enabled"}),
         "full_layers": inputs.recipe.student.full_layers,
-        "data": inputs.recipe.data.model_dump(mode="json"),
+        "data": data_identity(inputs.recipe.data),
         "teacher": inputs.teacher.digest,
         "precision": inputs.precision,
         "seed": inputs.seed,
@@ -144,11 +145,16 @@ def per_loop(inputs: StageInputs, run_dir: Path) -> VisitScores:
         inputs: as those of the stage, the student with all layers linear.
 
     Raises:
-        UserError: the student does not loop.
+        UserError: the student does not loop, or another call is at work in the folder.
     """
     loops = inputs.student.config.num_loops
     if loops == 1:
         raise UserError("the student has one loop, so there is nothing to compare by loop")
+    with working_in(run_dir):
+        return _scored_visits(inputs, run_dir)
+
+
+def _scored_visits(inputs: StageInputs, run_dir: Path) -> VisitScores:
     settings = inputs.recipe.select.model_copy(update={"method": "kl-fast"})
     num_layers = inputs.teacher.spec.num_layers
     keep = count_full_layers(inputs.recipe.student.full(num_layers), num_layers)
@@ -208,4 +214,5 @@ def _finished(path: Path, wanted: dict[str, Any]) -> Selection | None:
     if not path.exists():
         return None
     selection = Selection.load(path)
+    wanted = wanted | {"data": as_recorded(wanted["data"], selection.settings.get("data"))}
     return selection if selection.settings == wanted else None

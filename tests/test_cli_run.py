@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lock_case import holder
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ltconvert.cli import app
 from ltconvert.cli_session import run
+from ltconvert.distill.run_lock import LOCK_FILE
 from ltconvert.kernels import dispatch
 
 WORDS = "the a cat dog house river sees runs takes under over green old seven and then so"
@@ -151,6 +153,37 @@ def test_another_recipe_in_the_same_folder_is_refused(
     line = capsys.readouterr().err
     assert "align.lr" in line
     assert "0.5" in line
+
+
+def content(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Time and bytes of every file, the lock aside."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+@pytest.mark.parametrize("verb", ["distill", "select-layers", "eval"])
+def test_a_folder_where_another_call_is_at_work_is_refused_and_left_alone(
+    verb: str, case: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = words(case, verb, "--out", str(finished), "--set", "eval.recall_examples=3")
+    if verb == "eval":
+        call = ["eval", "--student", str(finished), "--device", "cpu"]
+    before = content(finished)
+    with holder(finished) as process:
+        assert run(app, call) == 2
+        captured = capsys.readouterr()
+        assert f"process {process.pid} " in captured.err and str(finished) in captured.err
+        assert captured.out == ""  # before anything was loaded
+        assert run(app, ["inspect", str(finished)]) == 0  # reading goes on
+    assert content(finished) == before
+
+
+def test_a_first_call_that_has_just_begun_is_no_folder_of_something_else(
+    case: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with holder(tmp_path / "run"):
+        assert run(app, words(case, "distill", "--out", str(tmp_path / "run"))) == 2
+        assert "at work in it" in capsys.readouterr().err
 
 
 def test_a_folder_with_other_files_is_refused(

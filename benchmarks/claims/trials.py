@@ -23,14 +23,17 @@ from ltconvert.benchmarks.claims.common import Finding, claims_table
 from ltconvert.benchmarks.looped_objective import LoopedObjective
 from ltconvert.cli_session import INTERRUPTED, Session, prepare
 from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
+from ltconvert.distill.data import as_recorded, data_identity
 from ltconvert.distill.interrupt import OutOfTime, Stopped
 from ltconvert.distill.objective import Stream
 from ltconvert.distill.records import clear_disk_errors, write_json
 from ltconvert.distill.resume import CHECKPOINT
 from ltconvert.distill.run_identity import RUN_FILE, check_same_run
+from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.trainer import train
 from ltconvert.errors import UserError
+from ltconvert.recipes.data import DataSettings
 from ltconvert.recipes.runtime import RuntimeSettings
 from ltconvert.recipes.stages import TrainSettings
 
@@ -176,7 +179,7 @@ def launch(
     session = Session(options.device, options.precision, "auto", False, False, False)
     prepare(session)
     try:
-        with clear_disk_errors(options.out):
+        with clear_disk_errors(options.out), working_in(options.out):
             run(_begin(options, session))
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
@@ -192,10 +195,20 @@ def _begin(options: argparse.Namespace, session: Session) -> Bench:
     device = session.device()
     precision, _ = session.precision(device, options.out)
     asked = {k: v for k, v in vars(options).items() if k not in _NOT_IDENTITY}
-    now = {**asked, "precision": precision}
     path = options.out / RUN_FILE
-    if path.is_file():
-        check_same_run(options.out, "trials", json.loads(path.read_text()), now)
+    then = json.loads(path.read_text()) if path.is_file() else None
+    if "data" in asked:
+        asked["data"] = _text(options.data, (then or {}).get("data"))
+    now = {**asked, "precision": precision}
+    if then is not None:
+        check_same_run(options.out, "trials", then, now)
     options.out.mkdir(parents=True, exist_ok=True)
     write_json(path, now)
     return Bench(options, device, precision, RunLog(None))
+
+
+def _text(source: str, then: Mapping[str, Any] | str | None) -> Mapping[str, Any] | str:
+    """What tells a text from another one; trials of earlier versions noted its name alone."""
+    if isinstance(then, str):
+        return source
+    return as_recorded(data_identity(DataSettings(source=source)), then)

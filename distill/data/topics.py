@@ -26,7 +26,7 @@ class TopicsSource:
     name = "pydoc"
 
     def __init__(self, share: float, topics: dict[str, str] | None = None) -> None:
-        self._documents = topic_documents(topics or _python_topics(), share)
+        self._documents = topic_documents(topics or python_topics(), share)
         content = "\0".join(document.text for document in self._documents)
         self.fingerprint = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
@@ -46,7 +46,8 @@ def topic_documents(topics: dict[str, str], share: float) -> list[Document]:
     return documents
 
 
-def _python_topics() -> dict[str, str]:
+def python_topics() -> dict[str, str]:
+    """The reference text of this Python, by topic."""
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions split it off (python3-doc)

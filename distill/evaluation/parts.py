@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
-from ltconvert.distill.data import Batch
+from ltconvert.distill.data import Batch, data_identity
 from ltconvert.distill.evaluation.depth_mass import depth_mass
 from ltconvert.distill.evaluation.generation import (
     decode_speed,
@@ -52,6 +53,11 @@ class Evaluation:
     def both(self) -> bool:
         """There is a teacher to compare the student with."""
         return len(self.models) == 2
+
+    @cached_property
+    def text(self) -> dict[str, Any]:
+        """What tells the held-out text from another one."""
+        return data_identity(self.data)
 
     def batches(self) -> list[Batch]:
         """The fixed held-out rows, read once."""

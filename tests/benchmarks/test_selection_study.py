@@ -113,6 +113,7 @@ def test_every_method_has_a_case_at_every_share(done: Path) -> None:
 def test_a_case_is_a_run_of_its_own(done: Path, case: Path, tmp_path: Path, method: str) -> None:
     """From the start on in a new folder, at the smaller share: the same set, the same scores."""
     settings = document(done)["settings"]["recipe"]
+    assert settings["data"].pop("content")
     settings["student"]["full_layers"] = SMALL
     settings["select"]["method"], _, direction = method.partition(":")
     settings["select"]["direction"] = direction or "remove"

@@ -16,7 +16,7 @@ from pipeline_case import convert, make_case, make_recipe
 from ltconvert import recipes
 from ltconvert.convert.checkpoint import load_student, read_provenance
 from ltconvert.convert.teachers.load import Teacher, load_teacher
-from ltconvert.distill import pipeline
+from ltconvert.distill import lineage, pipeline, select
 from ltconvert.distill.pipeline import PipelineResult
 from ltconvert.distill.records import clear_disk_errors
 from ltconvert.distill.runlog import RunLog
@@ -149,6 +149,45 @@ def test_another_recipe_is_refused_by_the_field_that_differs(
     with pytest.raises(UserError) as error:
         convert(teacher, case, finished.student_dir.parent, **sections)
     assert field in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_run_goes_on_with_its_text_alone(case: Path, teacher: Teacher, tmp_path: Path) -> None:
+    """Changed text is refused and named; the same text is accepted at another date and path."""
+    off: dict[str, Any] = {name: {"enabled": False} for name in ("logits", "longctx")}
+    data = {"source": str(tmp_path / "text.jsonl")}
+    sections = {"align": {"budget_tokens": 128}, "data": data, **off}
+    text = (case / "text.jsonl").read_text()
+    source = Path(data["source"])
+    source.write_text(text)
+    run_dir = tmp_path / "run"
+    rows = convert(teacher, case, run_dir, **sections).rows
+    more = sections | {"logits": {"budget_tokens": 128}}
+    source.write_text(text.replace("cat", "cow"))
+    with pytest.raises(UserError) as error:
+        convert(teacher, case, run_dir, **more)
+    assert f"content of data.source '{source}' has changed" in str(error.value)
+    assert not (run_dir / "stages" / "logits").exists()
+    source.write_text(text)
+    os.utime(source, (1, 1))
+    assert convert(teacher, case, run_dir, **sections).rows == rows
+    (tmp_path / "elsewhere").mkdir()
+    data["source"] = str(source.rename(tmp_path / "elsewhere" / source.name))
+    assert convert(teacher, case, run_dir, **more).rows[: len(rows)] == rows
+
+
+def test_a_run_of_before_texts_had_digests_goes_on(
+    case: Path, teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few: dict[str, Any] = {"align": {"budget_tokens": 128}, "longctx": {"enabled": False}}
+    with monkeypatch.context() as patched:
+        for module in (lineage, select):
+            patched.setattr(module, "data_identity", lambda data: data.model_dump(mode="json"))
+        rows = convert(teacher, case, tmp_path, **few, logits={"enabled": False}).rows
+    assert "content" not in (tmp_path / "stages/start/stage.json").read_text()
+    chosen = (tmp_path / "stages/select/selection.json").read_text()
+    whole = convert(teacher, case, tmp_path, **few, logits={"budget_tokens": 128})
+    assert whole.rows[: len(rows)] == rows
+    assert (tmp_path / "stages/select/selection.json").read_text() == chosen
 
 
 def test_another_teachers_run_is_refused(
