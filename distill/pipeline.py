@@ -7,6 +7,7 @@ A run folder::
     metrics.jsonl          one line a logged step
     stages/<stage>/        stage.json; checkpoint/ while it trains; student/ or selection.json
     student/               the result, with provenance.json
+    .lock                  while a call is at work here: which process
 """
 
 from __future__ import annotations

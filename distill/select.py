@@ -155,6 +155,7 @@ def per_loop(inputs: StageInputs, run_dir: Path) -> VisitScores:
 
 
 def _scored_visits(inputs: StageInputs, run_dir: Path) -> VisitScores:
+    """Of a student with loops."""
     settings = inputs.recipe.select.model_copy(update={"method": "kl-fast"})
     num_layers = inputs.teacher.spec.num_layers
     keep = count_full_layers(inputs.recipe.student.full(num_layers), num_layers)

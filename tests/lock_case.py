@@ -1,4 +1,4 @@
-"""Another process that is at work in a folder."""
+"""What may happen to a run from outside: another process in its folder, another text."""
 
 from __future__ import annotations
 
@@ -31,3 +31,14 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+@contextmanager
+def changed(text: Path) -> Iterator[None]:
+    """A text of as many bytes in the place of a file of the toy language."""
+    before = text.read_text()
+    text.write_text(before.replace("cat", "cow"))
+    try:
+        yield
+    finally:
+        text.write_text(before)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import scatter
+from lock_case import changed, holder
 from pipeline_case import WORDS
 
 from ltconvert.benchmarks.claims import (
@@ -333,6 +334,14 @@ def test_an_output_gates_trials(
     assert len(claims) == 3 and {claim["verdict"] for claim in claims} == {UNDECIDED}
     assert output_gate.main(call) == 0  # only shown again
     assert "to do" not in capsys.readouterr().out
+    with changed(Path(text[1])):
+        assert output_gate.main(call) == 2
+    assert f"content of data.source '{text[1]}'" in capsys.readouterr().err
+    noted = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(noted | {"data": text[1]}))  # as it once was
+    assert output_gate.main(call) == 0
+    with holder(tmp_path):
+        assert output_gate.main(call) == 2
 
 
 def test_a_ratios_trials(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import VOCAB, scatter, tiny_model, tiny_spec, tokens
+from lock_case import changed, holder
 from pipeline_case import WORDS, convert
 from safetensors.torch import load_file
 from torch import Tensor
@@ -258,6 +259,19 @@ def test_a_folder_of_another_run_is_refused(
     assert train(case, trained, *option.split()) == 2
     said = capsys.readouterr().err
     assert field in said and said.count("\n") == 1
+    assert same(weights(trained), before)
+
+
+def test_a_changed_text_and_a_second_call_are_refused(
+    case: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = weights(trained)
+    with changed(case / "text.jsonl"):
+        assert train(case, trained) == 2
+    assert "content of data.source" in capsys.readouterr().err
+    with holder(trained):
+        assert train(case, trained) == 2
+    assert "at work in it" in capsys.readouterr().err
     assert same(weights(trained), before)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from helpers import tiny_model, tiny_spec
+from lock_case import changed, holder
 from pipeline_case import WORDS
 
 from ltconvert.benchmarks import selection_cases, selection_study
@@ -186,6 +187,19 @@ def test_what_does_not_fit_is_refused(
     assert document(done) == before
 
 
+def test_a_changed_text_and_a_second_call_are_refused(
+    done: Path, case: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = document(done)
+    with changed(case / "text.jsonl"):
+        assert study(case, done, "--methods", "uniform") == 2
+    assert "content of data.source" in capsys.readouterr().err
+    with holder(done):
+        assert study(case, done, "--methods", "uniform") == 2
+    assert "at work in it" in capsys.readouterr().err
+    assert document(done) == before
+
+
 def test_a_share_is_between_0_and_1() -> None:
     with pytest.raises(SystemExit):
         main(["--shares", "2"])
@@ -247,6 +261,15 @@ def test_only_studies_that_differ_by_their_seed_are_combined(tmp_path: Path) -> 
         (tmp_path / str(number) / "study.json").write_text(json.dumps(each))
     with pytest.raises(UserError, match=r"precision is fp32 in .*0 and bf16 in .*1; only the seed"):
         read_studies([tmp_path / "0", tmp_path / "1"])
+    for number, each in enumerate((one, two)):
+        each["settings"]["precision"] = "fp32"
+        each["settings"]["recipe"]["data"] = {"source": "a.txt", "content": f"0{number}"}
+        (tmp_path / str(number) / "study.json").write_text(json.dumps(each))
+    with pytest.raises(UserError, match=r"recipe\.data\.content is 00 in"):
+        read_studies([tmp_path / "0", tmp_path / "1"])
+    del two["settings"]["recipe"]["data"]["content"]  # of an earlier version
+    (tmp_path / "1" / "study.json").write_text(json.dumps(two))
+    assert len(read_studies([tmp_path / "0", tmp_path / "1"])) == 2
     with pytest.raises(UserError, match="no case has run in all studies"):
         show([one, made_up(1, 0.1, [0]) | {"cases": []}])
     with pytest.raises(UserError, match="name each seed once"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_model, tiny_spec
+from lock_case import changed
 from pipeline_case import make_case
 
 from ltconvert.convert.teachers.load import Teacher, load_teacher
@@ -108,6 +109,10 @@ def test_all_parts_are_measured_and_kept(
     other = tiny_model(tiny_spec(), ["gdn"] * 3, seed=2)
     measure(case, tmp_path, teacher, other, tokenizer=tiny_tokenizer)
     assert measured == ["recall", *PARTS]
+    with changed(case / "text.jsonl"):
+        measure(case, tmp_path, teacher, other, tokenizer=tiny_tokenizer)
+    reading = [name for name, part in PARTS.items() if part.reads_data]
+    assert measured == ["recall", *PARTS, *reading]
 
 
 def test_a_crash_keeps_the_parts_before_it(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lock_case import changed, holder
 from pipeline_case import convert, make_case, make_recipe
 
 from ltconvert import recipes
@@ -151,23 +152,32 @@ def test_another_recipe_is_refused_by_the_field_that_differs(
     assert field in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_run_that_another_process_is_at_is_left_alone(
+    case: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    with holder(tmp_path / "run"):
+        with pytest.raises(UserError, match="at work in it"):
+            convert(teacher, case, tmp_path / "run")
+        with pytest.raises(UserError, match="at work in it"):
+            recipe, log = make_recipe(case), RunLog(None)
+            pipeline.inputs_of("select", recipe, teacher, tmp_path / "run", log, precision="fp32")
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
 def test_a_run_goes_on_with_its_text_alone(case: Path, teacher: Teacher, tmp_path: Path) -> None:
     """Changed text is refused and named; the same text is accepted at another date and path."""
     off: dict[str, Any] = {name: {"enabled": False} for name in ("logits", "longctx")}
     data = {"source": str(tmp_path / "text.jsonl")}
     sections = {"align": {"budget_tokens": 128}, "data": data, **off}
-    text = (case / "text.jsonl").read_text()
     source = Path(data["source"])
-    source.write_text(text)
+    source.write_text((case / "text.jsonl").read_text())
     run_dir = tmp_path / "run"
     rows = convert(teacher, case, run_dir, **sections).rows
     more = sections | {"logits": {"budget_tokens": 128}}
-    source.write_text(text.replace("cat", "cow"))
-    with pytest.raises(UserError) as error:
+    with changed(source), pytest.raises(UserError) as error:
         convert(teacher, case, run_dir, **more)
     assert f"content of data.source '{source}' has changed" in str(error.value)
     assert not (run_dir / "stages" / "logits").exists()
-    source.write_text(text)
     os.utime(source, (1, 1))
     assert convert(teacher, case, run_dir, **sections).rows == rows
     (tmp_path / "elsewhere").mkdir()
