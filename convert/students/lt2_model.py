@@ -234,9 +234,9 @@ class LT2Model(LT2PreTrainedModel):
     ) -> LT2Output:
         """Token ids [B, T] -> last_hidden_state [B, T, C], loop_states, exit_logits, cache.
 
-        With ``output_hidden_states`` also ``hidden_states`` (``LT2Output``); with ``learns_choice``,
-        and without a cache, also ``choice_loss``. ``loop_cache`` is that of a cache that is made
-        here, see ``new_cache``.
+        With ``output_hidden_states`` also ``hidden_states``, see ``LT2Output``; with
+        ``learns_choice``, and without a cache, also ``choice_loss``. ``loop_cache`` is that of a
+        cache that is made here, see ``new_cache``.
 
         ``exit_threshold`` is for one token behind a cache: once the exit probabilities of the loops
         so far add up to it in all rows, the loops that are left are not computed (``exits.py``
