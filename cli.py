@@ -222,8 +222,7 @@ def generate(
         exit_threshold,
         loop_cache,
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
-    asked = cli_generate.Prompt(text, chat or system is not None, system)
+    asked = cli_generate.Prompt(cli_generate.read(prompt), chat or system is not None, system)
     cli_generate.run(session, model, asked, settings, fast=fast, depths=depths)
 
 

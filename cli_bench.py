@@ -60,6 +60,8 @@ def run(session: Session, request: Request) -> None:
     for path in (request.save, request.plot):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path}: there is no folder {path.parent}; make it first")
+        if path is not None and path.is_dir():
+            raise UserError(f"{path} is a folder; name a file in it")
     configs = models(request)
     device = session.device()
     session.choose_kernels(device)

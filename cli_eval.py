@@ -71,7 +71,11 @@ def recipe_of(
 def run(
     session: Session, models: Models, recipe: Recipe, task_path: Path | None, out: Path | None
 ) -> None:
-    """Measure, write `evaluation.json` and the report, print the tables."""
+    """Measure, write `evaluation.json` and the report, print the tables.
+
+    Raises:
+        UserError: another teacher than the student's own, and the report would go to its run.
+    """
     from ltconvert.convert.checkpoint import load_student
     from ltconvert.distill.evaluate import evaluate
     from ltconvert.distill.report import build_report, show_evaluation
@@ -84,6 +88,12 @@ def run(
     log = RunLog(None, json=session.json)
     log.say(f"device: {device}, precision: {precision} ({reason})")
     teacher = _teacher(models, device)
+    own = models.provenance.get("teacher") or {}
+    if teacher and folder == models.run_dir and own.get("digest", teacher.digest) != teacher.digest:
+        raise UserError(
+            f"{folder} holds a student of {own.get('name')}; its evaluation beside {teacher.name} "
+            "would take the place of that beside its own teacher: give another folder with --out"
+        )
     student = load_student(models.student, device=device) if models.student else None
     found = evaluate(
         teacher,

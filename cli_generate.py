@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ltconvert import cli_output as output
 from ltconvert.cli_models import student_folder
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +49,20 @@ class Prompt:
             messages, tokenize=False, add_generation_prompt=True
         )
         return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+
+def read(text: str) -> str:
+    """The text, or what comes on stdin for ``-``.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    try:
+        text = sys.stdin.read() if text == "-" else text
+        text.encode()  # bytes of the shell's that are none are lone surrogates by now
+    except UnicodeError:
+        raise UserError("the prompt is not UTF-8; convert it first") from None
+    return text
 
 
 @dataclass(frozen=True)
@@ -98,8 +113,8 @@ def run(
         depths: how often the layer of a Dreamer runs; None: as often as it was trained to.
 
     Raises:
-        UserError: nothing to read, beam search is asked of the fast path, or depths of a model that
-            is no Dreamer.
+        UserError: nothing to read, beam search is asked of the fast path, depths of a model that is
+            no Dreamer, or too little memory.
     """
     import torch
     from transformers import TextStreamer
@@ -119,9 +134,16 @@ def run(
     if not session.json and sampling.beams == 1:
         streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
     input_ids = torch.tensor([ids], device=model.model.device)
-    go_on, cache = (_fast if fast else _plain)(model, input_ids, sampling)
-    began = time.perf_counter()
-    new_ids = go_on(streamer)
+    try:
+        go_on, cache = (_fast if fast else _plain)(model, input_ids, sampling)
+        began = time.perf_counter()
+        new_ids = go_on(streamer)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(
+            f"out of memory with {most:,} tokens; lower --max-new-tokens or shorten the prompt"
+        ) from error
     seconds = time.perf_counter() - began
     text = model.tokenizer.decode(new_ids, skip_special_tokens=True)
     loops = cache.loops / cache.steps if cache.steps else None

@@ -92,9 +92,7 @@ def load_student(
     except Exception as error:  # safetensors raises a type of its own that derives from Exception
         if type(error).__name__ != "SafetensorError":
             raise
-        raise UserError(
-            f"broken weights in {folder}: {first_line(error)}; copy or make them again"
-        ) from error
+        raise UserError(f"broken weights in {folder}: {first_line(error)}") from error
     wrong = sorted({*info["missing_keys"], *info["unexpected_keys"]})
     if wrong:
         raise UserError(f"{folder}: {len(wrong)} tensors do not match the config, first {wrong[0]}")

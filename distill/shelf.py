@@ -68,7 +68,14 @@ class Shelf:
                     f"{self.folder(stage)} and the folders of later stages to run them again"
                 )
             folder = self.final
-        return load_student(folder, dtype=torch.float32, device=self.device).requires_grad_(False)
+        try:
+            student = load_student(folder, dtype=torch.float32, device=self.device)
+        except UserError as error:
+            raise UserError(
+                f"{error}; to make it again delete {folder}, {self.folder(stage)} and the "
+                "folders of later stages"
+            ) from error
+        return student.requires_grad_(False)
 
     def clear_checkpoints(self, stage: str) -> None:
         """Delete what a finished stage would have been resumed from."""

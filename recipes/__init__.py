@@ -61,7 +61,11 @@ def load(reference: str) -> dict[str, Any]:
         return _read_shipped(reference)
     path = Path(reference)
     if path.is_file():
-        return _parse(path.read_text(encoding="utf-8"), where=str(path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{path}: not UTF-8, so no YAML file") from None
+        return _parse(text, where=str(path))
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         raise UserError(
             f"recipe {reference}: no such file; `ltconvert recipes list` names those that ship"

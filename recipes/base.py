@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """Base of all settings: frozen, and an unknown key is an error."""
+    """Base of all settings: frozen, numbers finite, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

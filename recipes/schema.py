@@ -29,9 +29,9 @@ from ltconvert.recipes.student import StudentSettings
 class Recipe(Settings):
     """A whole conversion."""
 
-    name: str = Field(description="name of the recipe")
+    name: str = Field(description="name of the recipe; of a file without it, the file's")
     description: str = Field("", description="what it is for")
-    seed: int = Field(0, description="seed of new weights, batch order and sampling")
+    seed: int = Field(0, ge=0, description="seed of new weights, batch order and sampling")
     student: StudentSettings = StudentSettings()
     data: DataSettings = DataSettings()
     loop: LoopSettings = LoopSettings()

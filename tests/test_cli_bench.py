@@ -225,6 +225,7 @@ def test_the_failed_capture_of_a_graph_is_about_memory_when_its_cause_is() -> No
         (["--shape", "ouro-1.4b", "--mixers", "gdn,full"], "2 mixers for 24 layers"),
         (["--shape", "ouro-1.4b", "--contexts", "4k,x"], "such as 4k,32k"),
         (["--shape", "ouro-1.4b", "--full", "99"], "99"),
+        (["--shape", "ouro-1.4b", "--save", "/"], "/ is a folder; name a file in it"),
     ],
 )
 def test_mistakes_are_one_line(

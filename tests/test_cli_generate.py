@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,25 @@ def test_fast_sampling_follows_its_seed(student: str, capsys: pytest.CaptureFixt
     options = ["--fast", "--temperature", "0.9", "--top-p", "0.9", "--top-k", "50", "--seed"]
     texts = [text(capsys, student, *options, seed) for seed in ("3", "3", "4")]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_prompt_is_text(
+    student: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the shell, from stdin as it is in the C locale, and in any other."""
+    for errors in ("surrogateescape", "strict"):
+        stdin = io.TextIOWrapper(io.BytesIO(b"\xff\xfe bad"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert run(app, ["generate", student, "--device", "cpu"]) == 2
+        assert "the prompt is not UTF-8" in capsys.readouterr().err
+    assert run(app, ["generate", student, "--device", "cpu", "-p", "abc\udcff"]) == 2
+    assert "the prompt is not UTF-8" in capsys.readouterr().err
+
+
+def test_too_many_tokens_for_the_memory(student: str, capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["generate", student, "--device", "cpu", "-p", "the cat", "--fast"]
+    assert run(app, [*call, "--max-new-tokens", str(10**13)]) == 2
+    assert "lower --max-new-tokens or shorten the prompt" in capsys.readouterr().err
 
 
 def test_beams_are_refused(student: str, capsys: pytest.CaptureFixture[str]) -> None:

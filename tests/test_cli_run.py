@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ltconvert.cli import app
@@ -292,6 +293,20 @@ def test_eval_of_a_run_without_its_teacher(
     shown = capsys.readouterr()
     assert "precision: fp32 (as the run began)" in shown.out
     assert "records cannot be loaded" in shown.err and "name it with --teacher" in shown.err
+
+
+def test_eval_beside_another_teacher_leaves_the_runs_own_report(
+    case: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(case / "teacher", tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name] + 1}, other / "model.safetensors", {"format": "pt"})
+    before = (finished / "evaluation.json").read_bytes()
+    call = ["eval", "--student", str(finished), "--teacher", str(other), "--device", "cpu"]
+    assert run(app, call) == 2
+    assert "give another folder with --out" in capsys.readouterr().err
+    assert (finished / "evaluation.json").read_bytes() == before
 
 
 def test_inspect(case: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,9 @@ Nothing but the scores is kept; a killed selection repeats the layer it was at.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 from ltconvert.distill.optim import plan_steps
@@ -82,8 +81,7 @@ def likely_first(probe: Probe, cost: Cost) -> list[int]:
     """All layers by what they gain untrained on one batch: the order in which they are trained."""
     sums = kl_fast.Sums()
     settings = probe.settings.model_copy(update={"direction": "restore"})
-    looking = copy.copy(probe)
-    looking.settings = settings
+    looking = replace(probe, settings=settings)
     with probe.bar(probe.num_layers) as bar:
         kl_fast.score_batch(looking, probe.batches[0], sums, cost, bar)
     return order(sums.columns()["gain"])

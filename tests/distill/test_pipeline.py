@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,22 @@ def test_a_damaged_record_is_one_line(case: Path, teacher: Teacher, tmp_path: Pa
     (tmp_path / "stages/align/stage.json").write_text('{"stage": "al')
     with pytest.raises(UserError, match=r"stage\.json is damaged"):
         convert(teacher, case, tmp_path)
+
+
+def test_a_damaged_student_is_made_again_as_the_lines_say(
+    case: Path, teacher: Teacher, finished: PipelineResult, tmp_path: Path
+) -> None:
+    run_dir = Path(shutil.copytree(finished.student_dir.parent, tmp_path / "run"))
+    (run_dir / "student/model.safetensors").write_bytes(b"12345")
+    for _ in range(3):  # the last stage's student, then the one before, which was not kept
+        try:
+            again = convert(teacher, case, run_dir)
+            break
+        except UserError as error:
+            named = str(error).rpartition("delete ")[2].replace(",", " ").split()
+            for path in (word for word in named if word.startswith(str(run_dir))):
+                shutil.rmtree(path)
+    assert same(weights(again.student_dir), weights(finished.student_dir))
 
 
 def test_disabled_stages_leave_no_trace(case: Path, teacher: Teacher, tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ def test_values_from_the_command_line(text: str, section: str, key: str, value: 
         ("student.drop_layers=[1,1]", "student.drop_layers names each layer once, got [1, 1]"),
         ("select.method=list", "student.full_layers=[0,4,8]"),
         ("data.source=[", "is not a YAML value"),
+        ("seed=-1", "seed: input should be greater than or equal to 0 (got -1)"),
+        ("logits.lr=inf", "logits.lr: input should be a finite number"),
     ],
 )
 def test_mistakes_on_the_command_line(override: str, expected: str) -> None:
@@ -190,6 +192,13 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in str(caught.value)
     assert path in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\x9b\x00name: x")
+    with pytest.raises(UserError, match="not UTF-8, so no YAML file"):
+        recipes.resolve(str(path))
 
 
 def test_all_mistakes_in_a_file_are_told_at_once(tmp_path: Path) -> None:
