@@ -1,4 +1,4 @@
-"""Students on disk: transformers' own layout, a shim for AutoModel, and their provenance."""
+"""Students on disk: transformers' own layout, and their provenance."""
 
 from __future__ import annotations
 
@@ -14,20 +14,6 @@ from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.errors import UserError, first_line
 
 PROVENANCE = "provenance.json"
-_SHIM_NAME = "lt2_student"
-_SHIM = '''"""Points transformers at the installed ltconvert package."""
-
-from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
-
-__all__ = ["LT2Config", "LT2ForCausalLM"]
-'''
-_AUTO_MAP = {
-    "AutoConfig": f"{_SHIM_NAME}.LT2Config",
-    "AutoModelForCausalLM": f"{_SHIM_NAME}.LT2ForCausalLM",
-}
-# `transformers serve` looks the first of these up among transformers' own classes, without regard
-# to the auto_map; this one heeds it.
-_ARCHITECTURES = ["AutoModelForCausalLM", "LT2ForCausalLM"]
 
 
 def save_student(
@@ -51,12 +37,9 @@ def save_student(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        model.config.auto_map = dict(_AUTO_MAP)
         model.save_pretrained(partial, max_shard_size=max_shard_size)
-        _name_architectures(partial / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        (partial / f"{_SHIM_NAME}.py").write_text(_SHIM)
         (partial / PROVENANCE).write_text(
             json.dumps(dict(provenance), indent=2, default=str) + "\n"
         )
@@ -66,13 +49,6 @@ def save_student(
             f"cannot write the student to {folder}: {error}; free space or choose another --out"
         ) from error
     return folder
-
-
-def _name_architectures(config: Path) -> None:
-    """Put ours in the place of what ``save_pretrained`` wrote there, the class alone."""
-    saved = json.loads(config.read_text(encoding="utf-8"))
-    saved["architectures"] = _ARCHITECTURES
-    config.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
 
 
 def replace_folder(new: Path, target: Path) -> None:

@@ -21,6 +21,10 @@ from ltconvert.convert.students.lt2_config import BLOCKS_TYPE, INDEXED_TYPE
 from ltconvert.convert.students.shared_cache import share
 
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin
+# What to call, for messages: transformers has a class of that name, too.
+STATIC_CACHE = (
+    "StaticCache.for_model(model, batch, max_length) of ltconvert.convert.students.static_cache"
+)
 
 
 class LoopCache(Cache):
@@ -97,6 +101,26 @@ class LoopCache(Cache):
             if isinstance(layer, DynamicIndexedLayer):
                 layer.indexer_keys, layer.is_indexer_initialized = None, False
         self.num_tokens = self.steps = self.loops = 0
+
+
+def check_cache(cache: object, slots: int) -> None:
+    """Refuse what a forward pass with that many visits of layers cannot fill; None is no cache.
+
+    Raises:
+        ValueError: a cache of another model, or one settled for one-token steps.
+    """
+    if cache is None:
+        return
+    if not (isinstance(cache, LoopCache) and len(cache) == slots):
+        raise ValueError(
+            f"got a {type(cache).__name__} as cache; this model needs one slot for each of its "
+            f"{slots} layer visits: make it with model.new_cache(), or, to allocate it once, with "
+            f"{STATIC_CACHE}"
+        )
+    if cache.settled:
+        raise ValueError(
+            "this cache was settled for one-token steps and takes no forward pass; reset() it"
+        )
 
 
 class _OwnTokenLayer(DynamicSlidingWindowLayer):

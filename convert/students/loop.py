@@ -42,6 +42,8 @@ class LoopState:
         depth: what sublayers left at each token; one for all states of a pass, so that of these
             the newest alone can be gone on from. None: layers that would read it do not.
         dreamer: the same of a Dreamer, with what it makes of its pools for one pass.
+        hidden_states: the stream before the first visit and behind every one, where they are asked
+            for.
         choice_losses: of the visits that gave one, see ``Projections.forward_with_loss``.
     """
 
@@ -49,6 +51,7 @@ class LoopState:
     loop_in_BTC: Tensor
     prelude_BTC: Tensor | None = None
     loop_states: tuple[Tensor, ...] = ()
+    hidden_states: tuple[Tensor, ...] | None = None
     choice_losses: tuple[Tensor, ...] = ()
     depth: DepthStream | None = None
     dreamer: DreamerPass | None = None

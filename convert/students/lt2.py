@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin
 
-from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.cache import STATIC_CACHE, LoopCache, check_cache
 from ltconvert.convert.students.exits import exit_probabilities
 from ltconvert.convert.students.lt2_base import CACHE_NAME, LT2Output, LT2PreTrainedModel
 from ltconvert.convert.students.lt2_config import LT2Config
@@ -84,11 +84,14 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         exit_threshold: float | None = None,
         loop_cache: str | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **_: Any,
     ) -> LT2Output:
         """Token ids [B, T] -> logits [B, T or logits_to_keep, V] of the last loop computed.
 
-        ``exit_threshold`` and ``loop_cache`` see ``LT2Model.forward``; ``generate()`` takes both.
+        ``exit_threshold``, ``loop_cache`` and the outputs see ``LT2Model.forward``; ``generate()``
+        takes them, too.
 
         ``labels`` [B, T] are the token ids themselves, -100 where no loss is wanted; they are
         shifted here, as everywhere in transformers. The loss is their mean, or their sum over
@@ -104,6 +107,8 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             exit_threshold=exit_threshold,
             loop_cache=loop_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         output.logits = self.logits(output.last_hidden_state[:, keep])
@@ -118,13 +123,16 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """A LoopCache where generate() would make a cache that knows nothing of loops."""
-        if generation_config.use_cache is False or model_kwargs.get(CACHE_NAME) is not None:
+        if generation_config.use_cache is False:
+            return
+        if (given := model_kwargs.get(CACHE_NAME)) is not None:
+            check_cache(given, len(self.model.schedule))
             return
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} is not supported "
-                "by LT2; leave it out (and the --compile of `transformers serve`), or pass a "
-                "StaticCache as past_key_values"
+                "by LT2; leave it out (and the --compile of `transformers serve`), or pass as "
+                f"{CACHE_NAME} {STATIC_CACHE}"
             )
         model_kwargs[CACHE_NAME] = self.new_cache(model_kwargs.get("loop_cache"))
 

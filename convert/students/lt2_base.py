@@ -23,11 +23,34 @@ CACHE_NAME = (
 )
 
 
+def keeps_states(config: LT2Config, hidden_states: bool | None, attentions: bool | None) -> bool:
+    """Whether a pass gives its hidden states; the config says it where an argument is None.
+
+    Raises:
+        ValueError: attention weights are asked for, or single hidden states.
+    """
+    if config.output_attentions if attentions is None else attentions:
+        raise ValueError(
+            "output_attentions=True is not supported by LT2, whose layers never form attention "
+            "weights; leave it out"
+        )
+    wanted = config.output_hidden_states if hidden_states is None else hidden_states
+    if not isinstance(wanted, bool):
+        raise ValueError(
+            f"output_hidden_states is {wanted!r}, and LT2 gives all hidden states or none; "
+            "take True and pick from output.hidden_states"
+        )
+    return wanted
+
+
 @dataclass
 class LT2Output(CausalLMOutputWithPast):
     """Output of LT2Model and LT2ForCausalLM; the cache is under the name that transformers uses.
 
     Attributes:
+        hidden_states: where asked for, [B, T, C] each: the embeddings, then what every visit of a
+            layer that was computed passes on, in order of execution; the last one as the head
+            reads it.
         loop_states: the normed residual stream [B, T, C] after each loop that was computed.
         exit_logits: the exit gate after each of them, [B, T, loops].
         choice_loss: mean over visits of the loss of what chooses their keys, where asked for.

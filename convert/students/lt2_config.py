@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, field, fields
 from typing import Any
@@ -12,6 +13,7 @@ from ltconvert.convert.mixers import MIXERS
 from ltconvert.convert.students.depth_plan import DepthPlan, depth_plan
 from ltconvert.convert.students.dreamer.config import DreamerConfig
 from ltconvert.convert.students.loop import Step, at_depth, make_schedule
+from ltconvert.convert.students.shim import add_shim
 from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.errors import UserError
 
@@ -172,6 +174,12 @@ class LT2Config(PreTrainedConfig):
         tokens = wanted if isinstance(wanted, int) else wanted[loop]
         return min(tokens, own or tokens)
 
+    @property
+    def sliding_window(self) -> int | None:
+        """The widest window of all visits, None without one; generic tools size caches by it."""
+        windows = [self.window(step.layer, step.loop) for step in self.schedule()]
+        return max((window for window in windows if window is not None), default=None)
+
     def attended(self, layer: int) -> int | None:
         """Tokens that a query of a physical layer attends to, where it chooses them among all."""
         if self.mixers[layer] == "dsa":
@@ -205,6 +213,13 @@ class LT2Config(PreTrainedConfig):
         if self.mixers[layer] == "nsa":
             return BLOCKS_TYPE
         return "full_attention" if self.window(layer) is None else "sliding_attention"
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Write config.json and the module that it names, whoever saves the model."""
+        add_shim(self, save_directory)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

@@ -23,7 +23,7 @@ from ltconvert.convert.students.blocks import (
     run_choosing_layer,
     run_layer,
 )
-from ltconvert.convert.students.cache import LoopCache
+from ltconvert.convert.students.cache import LoopCache, check_cache
 from ltconvert.convert.students.depth import prepare_depth
 from ltconvert.convert.students.depth_layer import DepthCall
 from ltconvert.convert.students.depth_plan import DepthPlan
@@ -31,7 +31,12 @@ from ltconvert.convert.students.dreamer.model import make_dreamer
 from ltconvert.convert.students.exits import leaving, run_until_exit
 from ltconvert.convert.students.injection import Injection
 from ltconvert.convert.students.loop import LoopState, Step
-from ltconvert.convert.students.lt2_base import CACHE_NAME, LT2Output, LT2PreTrainedModel
+from ltconvert.convert.students.lt2_base import (
+    CACHE_NAME,
+    LT2Output,
+    LT2PreTrainedModel,
+    keeps_states,
+)
 from ltconvert.convert.students.lt2_config import LT2Config
 from ltconvert.convert.students.sequence import read_sequence
 from ltconvert.convert.students.shared_cache import owners
@@ -165,7 +170,10 @@ class LT2Model(LT2PreTrainedModel):
     ) -> LoopState:
         """One visit of one layer, with what opens and closes its loop."""
         state = self.enter(step, state, context)
-        return self.leave(step, visit_layer(self, step, state, context, cache))
+        state = self.leave(step, visit_layer(self, step, state, context, cache))
+        if state.hidden_states is not None:
+            state = replace(state, hidden_states=(*state.hidden_states, state.h_BTC))
+        return state
 
     def context_of(self, step: Step, context: SequenceContext) -> SequenceContext:
         """What a visit reads: the loop is said where it has tensors or windows of its own."""
@@ -220,26 +228,31 @@ class LT2Model(LT2PreTrainedModel):
         exit_threshold: float | None = None,
         loop_cache: str | None = None,
         learns_choice: bool = False,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **_: Any,
     ) -> LT2Output:
         """Token ids [B, T] -> last_hidden_state [B, T, C], loop_states, exit_logits, cache.
 
-        With ``learns_choice``, and without a cache, also ``choice_loss``. ``loop_cache`` is that of
-        a cache that is made here, see ``new_cache``.
+        With ``output_hidden_states`` also ``hidden_states``, see ``LT2Output``; with
+        ``learns_choice``, and without a cache, also ``choice_loss``. ``loop_cache`` is that of a
+        cache that is made here, see ``new_cache``.
 
         ``exit_threshold`` is for one token behind a cache: once the exit probabilities of the loops
         so far add up to it in all rows, the loops that are left are not computed (``exits.py``
         says what their caches get). Prompts go through all loops; so does everything at 1.
 
         Raises:
-            ValueError: a cache of another model, or a threshold without an exit gate.
+            ValueError: a cache of another model, a threshold without an exit gate, or
+                ``output_attentions``: attention weights are never formed.
         """
+        keeps = keeps_states(self.config, output_hidden_states, output_attentions)
         leaves = leaving(self, exit_threshold)
         h_BTC = self._stream(input_ids, inputs_embeds)
         cache = cache if cache is not None else past_key_values
         if cache is None and use_cache:
             cache = self.new_cache(loop_cache)
-        self._check_cache(cache)
+        check_cache(cache, len(self.schedule))
         context = self.context(
             h_BTC,
             attention_mask=attention_mask,
@@ -249,6 +262,8 @@ class LT2Model(LT2PreTrainedModel):
         )
         context.learns_choice = learns_choice
         state = first_state(self, h_BTC, context)
+        if keeps:
+            state = replace(state, hidden_states=(h_BTC,))
         if leaves is not None and cache is not None and cache.num_tokens and h_BTC.shape[1] == 1:
             state = run_until_exit(self, state, context, cache, leaves)
         else:
@@ -271,26 +286,14 @@ class LT2Model(LT2PreTrainedModel):
         exit_logits = (
             None if gate is None else torch.cat([gate(h) for h in state.loop_states], dim=-1)
         )
+        hidden = state.hidden_states
         under_its_name: dict[str, Any] = {CACHE_NAME: cache}
         return LT2Output(
             last_hidden_state=state.h_BTC,
+            hidden_states=None if hidden is None else (*hidden[:-1], state.h_BTC),
             loop_states=state.loop_states,
             exit_logits=exit_logits,
             choice_loss=torch.stack(state.choice_losses).mean() if state.choice_losses else None,
             routes=None if state.dreamer is None else tuple(state.dreamer.routes),
             **under_its_name,
         )
-
-    def _check_cache(self, cache: object) -> None:
-        """Raise a ValueError for a cache of another model, or one settled for one-token steps."""
-        if cache is not None and not (
-            isinstance(cache, LoopCache) and len(cache) == len(self.schedule)
-        ):
-            raise ValueError(
-                f"got a {type(cache).__name__} as cache; this model needs one slot for each of its "
-                f"{len(self.schedule)} layer visits: make it with model.new_cache()"
-            )
-        if cache is not None and cache.settled:
-            raise ValueError(
-                "this cache was settled for one-token steps and takes no forward pass; reset() it"
-            )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers import tiny_model, tiny_spec, tokens
 
+from ltconvert.convert.students.lt2_base import CACHE_NAME
 from ltconvert.convert.students.static_cache import StaticCache
 from ltconvert.convert.students.static_layers import tensors_of
 
@@ -71,9 +74,23 @@ def test_generate_takes_it(mixers: str, options: dict[str, Any]) -> None:
 
 
 def test_a_static_cache_by_name_is_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match="pass a StaticCache as past_key_values") as caught:
+    """A line that names ours, with what to pass it as."""
+    with pytest.raises(ValueError, match=rf"pass as {CACHE_NAME} StaticCache.for_model") as caught:
         model_of("llama", "full").generate(tokens(1, 3), cache_implementation="static")
-    assert "\n" not in str(caught.value)
+    assert StaticCache.__module__ in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mixers", ["full", "gdn", "gdn_window", "hybrid"])
+@pytest.mark.parametrize("kind", [transformers.StaticCache, transformers.DynamicCache])
+def test_caches_of_transformers_are_refused_in_one_line(mixers: str, kind: Any) -> None:
+    """They can be made, from what the config says of windows; no forward pass takes them."""
+    model, ids = model_of("ouro", mixers), tokens(1, 3)
+    options = {"max_cache_len": 8} if kind is transformers.StaticCache else {}
+    for call in (model, partial(model.generate, max_new_tokens=1)):
+        cache = {CACHE_NAME: kind(config=model.config, **options)}
+        with pytest.raises(ValueError, match=r"model.new_cache\(\)") as caught:
+            call(ids, **cache)
+        assert StaticCache.__module__ in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("window", [1, 3, 5, 40])

@@ -147,6 +147,21 @@ def test_cached_decoding_equals_transformers(case: str, tmp_path: Path) -> None:
     assert (torch.cat(parts, 1) - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "gemma3", "olmo2"])
+def test_hidden_states_equal_transformers(case: str, tmp_path: Path) -> None:
+    model_type, changes = CASES[case]
+    oracle = tiny_hf(model_type, **changes)
+    oracle.save_pretrained(tmp_path)
+    model, ids = load_teacher(str(tmp_path)).model, random_ids(length=20)
+    with torch.no_grad():
+        found, wanted = (m(ids, output_hidden_states=True).hidden_states for m in (model, oracle))
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    call = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "use_cache": True}
+    asked = {"output_hidden_states": True, "return_dict_in_generate": True}
+    found, wanted = (m.generate(ids, **call, **asked).hidden_states for m in (model, oracle))
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def test_left_padding_equals_transformers(tmp_path: Path) -> None:
     oracle = tiny_hf("llama")
     oracle.save_pretrained(tmp_path)
