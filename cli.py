@@ -222,7 +222,8 @@ def generate(
         exit_threshold,
         loop_cache,
     )
-    asked = cli_generate.Prompt(cli_generate.read(prompt), chat or system is not None, system)
+    text = cli_generate.read(prompt)
+    asked = cli_generate.Prompt(text, chat or system is not None, system)
     cli_generate.run(session, model, asked, settings, fast=fast, depths=depths)
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 from ltconvert import cli_output as output
@@ -34,8 +35,14 @@ class Prompt:
         """Token ids, special ones included.
 
         Raises:
-            UserError: nothing to read, or a chat is wanted and there is no template.
+            UserError: nothing to read, what is not UTF-8, or a chat is wanted and there is no
+                template.
         """
+        for name, text in (("prompt", self.text), ("--system", self.system or "")):
+            try:
+                text.encode()  # bytes of the shell's that are no text are lone surrogates by now
+            except UnicodeEncodeError:
+                raise UserError(f"the {name} is not UTF-8; convert it first") from None
         if not self.chat:
             ids = list(tokenizer(self.text)["input_ids"])
             if not ids:
@@ -52,17 +59,10 @@ class Prompt:
 
 
 def read(text: str) -> str:
-    """The text, or what comes on stdin for ``-``.
-
-    Raises:
-        UserError: it is not UTF-8.
-    """
-    try:
-        text = sys.stdin.read() if text == "-" else text
-        text.encode()  # bytes of the shell's that are none are lone surrogates by now
-    except UnicodeError:
-        raise UserError("the prompt is not UTF-8; convert it first") from None
-    return text
+    """The text, or what comes on stdin for ``-``, undecodable bytes as lone surrogates."""
+    if text != "-":
+        return text
+    return TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="surrogateescape").read()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ltconvert.distill.data import PackedStream, as_recorded, data_identity
 from ltconvert.distill.evaluation.scores import heldout_rows
 from ltconvert.distill.interrupt import OutOfTime, Stopped
 from ltconvert.distill.processes import is_main_process, join_processes, wait_for_everyone
-from ltconvert.distill.records import clear_disk_errors, write_json
+from ltconvert.distill.records import write_json
 from ltconvert.distill.run_identity import NEUTRAL, RUN_FILE, check_same_run
 from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.runlog import RunLog
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     session = Session(options.device, options.precision, "auto", False, False, False)
     prepare(session)
     try:
-        with clear_disk_errors(options.out), working_in(options.out):
+        with working_in(options.out):
             run(options, session)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)

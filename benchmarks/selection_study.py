@@ -31,7 +31,7 @@ from ltconvert.distill.interrupt import Stopped
 from ltconvert.distill.lineage import START
 from ltconvert.distill.plan import plan
 from ltconvert.distill.planning.rows import recorded_rows, with_rows
-from ltconvert.distill.records import clear_disk_errors, versions, write_json
+from ltconvert.distill.records import versions, write_json
 from ltconvert.distill.run_identity import RUN_FILE, check_same_run
 from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.selection.ranking import count_full_layers
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.combine:
             print("\n".join(show(read_studies(options.combine))))
             return 0
-        with clear_disk_errors(options.out), working_in(options.out):
+        with working_in(options.out):
             run(options, session)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)

@@ -30,7 +30,7 @@ from ltconvert.distill.evaluation.recall import KINDS, retrieval_examples
 from ltconvert.distill.evaluation.scores import describe
 from ltconvert.distill.evaluation.task_files import check_tasks
 from ltconvert.distill.processes import is_main_process
-from ltconvert.distill.records import clear_disk_errors, versions, write_json
+from ltconvert.distill.records import versions, write_json
 from ltconvert.distill.run_lock import working_in
 from ltconvert.errors import UserError
 
@@ -99,7 +99,7 @@ def evaluate(
             "revision": teacher.revision,
             "remarks": list(teacher.remarks),
         }
-    with clear_disk_errors(folder), working_in(folder):
+    with working_in(folder):
         return _measure(job, facts, folder, parts)
 
 
@@ -149,7 +149,7 @@ def _measure(
         began = time.perf_counter()
         whole["parts"][name] = PARTS[name].measure(job)
         whole["seconds"][name] = time.perf_counter() - began
-        whole["depends_on"][name] = needs[name]
+        whole["depends_on"][name] = _depends_on(job, facts, PARTS[name], {})
         if name == "heldout":
             job.log.say(describe(whole["parts"][name]))
         if is_main_process():
@@ -220,7 +220,7 @@ def evaluate_run(
     """
     from ltconvert.distill.report import build_report
 
-    with clear_disk_errors(run_dir), working_in(run_dir):
+    with working_in(run_dir):
         found = evaluate(
             teacher,
             student,

@@ -29,7 +29,7 @@ from ltconvert.distill.damage import least_damage
 from ltconvert.distill.data import Batch, PackedStream, as_recorded, data_identity
 from ltconvert.distill.input_squares import input_squares
 from ltconvert.distill.planning.models import shortened
-from ltconvert.distill.processes import is_main_process, wait_for_everyone
+from ltconvert.distill.processes import all_values, is_main_process, wait_for_everyone
 from ltconvert.distill.records import (
     RECIPE_FILE,
     StageRecord,
@@ -160,7 +160,8 @@ class Lineage:
         if wanted and "dropped" not in start.facts:
             count = count_dropped(wanted, self.teacher.spec.num_layers)
             rows = self._calibration_rows(settings.drop_calibration_tokens)
-            start.facts["dropped"] = least_damage(self.teacher.model, rows, count)
+            found = least_damage(self.teacher.model, rows, count)
+            start.facts["dropped"] = all_values(found)[0]  # GPUs that differ may choose others
         return list(start.facts.get("dropped", []))
 
     def _tied(self) -> LT2ForCausalLM:

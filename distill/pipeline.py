@@ -38,7 +38,6 @@ from ltconvert.distill.processes import (
 )
 from ltconvert.distill.records import (
     StageRecord,
-    clear_disk_errors,
     read_record,
     versions,
 )
@@ -250,7 +249,7 @@ def run(
             that this recipe does not take; or a stage finds a mistake.
     """
     run_dir = Path(run_dir)
-    with clear_disk_errors(run_dir), working_in(run_dir):
+    with working_in(run_dir):
         return _opened(recipe, teacher, run_dir, log, device, precision).run()
 
 
@@ -273,7 +272,7 @@ def inputs_of(
         UserError: as ``run``.
     """
     run_dir = Path(run_dir)
-    with clear_disk_errors(run_dir), working_in(run_dir):
+    with working_in(run_dir):
         pipeline = _opened(recipe, teacher, run_dir, log, device, precision)
         pipeline.before = stage
         pipeline.run()

@@ -13,6 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ltconvert.distill.processes import is_main_process
+from ltconvert.distill.records import clear_disk_errors
 from ltconvert.errors import UserError
 
 LOCK_FILE = ".lock"
@@ -23,14 +24,21 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # of file systems th
 def working_in(folder: Path) -> Iterator[None]:
     """Keep a folder to oneself while the body runs; it is made if need be, and goes if left empty.
 
+    What the disk refuses meanwhile is one line, see ``clear_disk_errors``.
+
     The operating system holds the lock, so that a killed process leaves none. Of several processes
     of one run the first locks. Whoever holds the folder may enter again, in the same thread. A
     folder that may only be read is not locked: nothing here can write to it.
 
     Raises:
-        UserError: another call is at work in the folder.
-        OSError: it cannot be made.
+        UserError: another call is at work in the folder, or the disk refuses.
     """
+    with clear_disk_errors(folder), _locked(folder):
+        yield
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     if not is_main_process() or (folder.is_dir() and not os.access(folder, os.W_OK)):
         yield
         return
@@ -42,9 +50,10 @@ def working_in(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if lock.lock_counter <= 1:
-            (folder / LOCK_FILE).unlink(missing_ok=True)
-            with suppress(OSError):  # the first that is not empty ends it
+        # Not in an inner call, nor in a forked process, where the count is 0: it holds nothing.
+        if not locked or lock.lock_counter == 1:
+            with suppress(OSError):  # the first folder that is not empty ends it
+                (folder / LOCK_FILE).unlink(missing_ok=True)
                 for path in made:
                     path.rmdir()
         if locked:
@@ -68,7 +77,8 @@ def _acquire(lock: FileLock, folder: Path) -> bool:
             f"{folder}: its file system has no locks; start no second call in it", stacklevel=4
         )
         return False
-    path.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
+    with suppress(OSError):  # a full disk; it is for a message alone
+        path.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
     return True
 
 

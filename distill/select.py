@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ltconvert.distill.data import Batch, PackedStream, as_recorded, data_identity
+from ltconvert.distill.data import Batch, PackedStream, data_identity
 from ltconvert.distill.logits import frozen_copy
 from ltconvert.distill.processes import all_values, is_main_process, wait_for_everyone
 from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.selection import kl_fast, kl_gates, kl_greedy, kl_trained, recall
 from ltconvert.distill.selection.cost import batch_shape
-from ltconvert.distill.selection.partial import Progress
+from ltconvert.distill.selection.partial import Progress, in_words_of
 from ltconvert.distill.selection.per_loop import (
     PER_LOOP_FILE,
     PER_LOOP_FOLDER,
@@ -215,5 +215,5 @@ def _finished(path: Path, wanted: dict[str, Any]) -> Selection | None:
     if not path.exists():
         return None
     selection = Selection.load(path)
-    wanted = wanted | {"data": as_recorded(wanted["data"], selection.settings.get("data"))}
-    return selection if selection.settings == wanted else None
+    then = selection.settings
+    return selection if then == in_words_of(then, wanted) else None

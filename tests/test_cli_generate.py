@@ -58,8 +58,12 @@ def test_a_prompt_is_text(
         monkeypatch.setattr(sys, "stdin", stdin)
         assert run(app, ["generate", student, "--device", "cpu"]) == 2
         assert "the prompt is not UTF-8" in capsys.readouterr().err
-    assert run(app, ["generate", student, "--device", "cpu", "-p", "abc\udcff"]) == 2
-    assert "the prompt is not UTF-8" in capsys.readouterr().err
+    for name, words in (
+        ("prompt", ["-p", "abc\udcff"]),
+        ("--system", ["-p", "a", "--system", "\udcff"]),
+    ):
+        assert run(app, ["generate", student, "--device", "cpu", *words]) == 2
+        assert f"the {name} is not UTF-8" in capsys.readouterr().err
 
 
 def test_too_many_tokens_for_the_memory(student: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from ltconvert.convert.students.lt2 import LT2Config, LT2ForCausalLM
 from ltconvert.distill.data import as_recorded, data_identity
 from ltconvert.distill.interrupt import OutOfTime, Stopped
 from ltconvert.distill.objective import Stream
-from ltconvert.distill.records import clear_disk_errors, write_json
+from ltconvert.distill.records import write_json
 from ltconvert.distill.resume import CHECKPOINT
 from ltconvert.distill.run_identity import RUN_FILE, check_same_run
 from ltconvert.distill.run_lock import working_in
@@ -179,7 +179,7 @@ def launch(
     session = Session(options.device, options.precision, "auto", False, False, False)
     prepare(session)
     try:
-        with clear_disk_errors(options.out), working_in(options.out):
+        with working_in(options.out):
             run(_begin(options, session))
     except Stopped as stopped:
         print(stopped, file=sys.stderr)

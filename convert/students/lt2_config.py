@@ -180,6 +180,10 @@ class LT2Config(PreTrainedConfig):
         windows = [self.window(step.layer, step.loop) for step in self.schedule()]
         return max((window for window in windows if window is not None), default=None)
 
+    @sliding_window.setter
+    def sliding_window(self, value: int | None) -> None:
+        """It follows from the mixers, as the number of slots does: what is given is left out."""
+
     def attended(self, layer: int) -> int | None:
         """Tokens that a query of a physical layer attends to, where it chooses them among all."""
         if self.mixers[layer] == "dsa":

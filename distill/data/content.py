@@ -33,8 +33,8 @@ def as_recorded(now: Mapping[str, Any], then: Mapping[str, Any] | None) -> dict[
     """``now`` in the words of an earlier call, as far as both may have meant the same text.
 
     A call that noted no content (a hub data set, or an earlier version) is compared without. Text
-    that is gone is taken to be what it was: whoever has to read it will say so. The same content
-    under another path counts as the same source.
+    that is gone is taken to be what it was: whoever has to read it will say so. The same files
+    in another folder count as the same source.
 
     Args:
         now, then: from ``data_identity``; None: there was no earlier call.

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ltconvert.distill.data import as_recorded
 from ltconvert.distill.processes import is_main_process
 from ltconvert.distill.records import write_json
+
+
+def in_words_of(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What a selection depends on as an earlier call would have noted it, see ``as_recorded``."""
+    return {**now, "data": as_recorded(now["data"], then.get("data"))} if "data" in now else {**now}
 
 
 class Progress:
@@ -33,7 +40,8 @@ class Progress:
             saved = json.loads(path.read_text())
         except (OSError, json.JSONDecodeError):
             return {}
-        return saved["state"] if saved.get("fingerprint") == self.fingerprint else {}
+        then = saved.get("fingerprint", {})
+        return saved["state"] if then == in_words_of(then, self.fingerprint) else {}
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the partial results."""

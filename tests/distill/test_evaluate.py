@@ -114,6 +114,20 @@ def test_all_parts_are_measured_and_kept(
     reading = [name for name, part in PARTS.items() if part.reads_data]
     assert measured == ["recall", *PARTS, *reading]
 
+    # A folder of a version that noted no content: what is measured in it from now on notes it.
+    document = json.loads((tmp_path / "evaluation.json").read_text())
+    for needs in document["depends_on"].values():
+        needs.get("data", {}).pop("content", None)
+    (tmp_path / "evaluation.json").write_text(json.dumps(document))
+    measured.clear()
+    measure(case, tmp_path, teacher, other, tokenizer=tiny_tokenizer)
+    assert measured == []
+    measure(case, tmp_path, teacher, student, tokenizer=tiny_tokenizer)
+    assert measured == [*PARTS]
+    with changed(case / "text.jsonl"):
+        measure(case, tmp_path, teacher, student, tokenizer=tiny_tokenizer)
+    assert measured == [*PARTS, *reading]
+
 
 def test_a_crash_keeps_the_parts_before_it(
     case: Path, teacher: Teacher, student: Any, tiny_tokenizer: Any, tmp_path: Path

@@ -10,7 +10,7 @@ import pytest
 from pipeline_case import convert
 from pydantic import ValidationError
 
-from ltconvert.convert.checkpoint import load_student
+from ltconvert.convert.checkpoint import load_student, read_provenance
 from ltconvert.convert.teachers.load import Teacher
 from ltconvert.distill.damage import least_damage
 from ltconvert.distill.pipeline import PipelineResult
@@ -51,6 +51,18 @@ def test_layers_are_chosen_once_and_noted(
     assert said.count(f"layers of the teacher that are left out: {noted[0]}\n") == 1
     start = json.loads((tmp_path / "out/stages/start/stage.json").read_text())
     assert start["facts"]["dropped"] == noted
+
+
+def test_processes_leave_out_the_layers_that_the_first_one_chose(
+    case: Path, teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ltconvert.distill.lineage.all_values", lambda mine: [[2], mine])
+    monkeypatch.setattr("ltconvert.distill.lineage.least_damage", lambda *_: [1])
+    off = {"enabled": False}
+    result = convert(
+        teacher, case, tmp_path, student=DROP | {"drop_layers": 1}, logits=off, longctx=off
+    )
+    assert read_provenance(result.student_dir)["dropped_layers"] == [2]
 
 
 def test_the_plan_counts_what_is_left(teacher: Teacher) -> None:

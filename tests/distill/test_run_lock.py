@@ -6,7 +6,9 @@ import errno
 import os
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -91,6 +93,36 @@ def test_a_folder_that_may_only_be_read_is_not_locked(
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write anyway
     with working_in(tmp_path):
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_process_leaves_the_lock_alone(tmp_path: Path) -> None:
+    parent = os.getpid()
+    with suppress(SystemExit), working_in(tmp_path):
+        if not os.fork():
+            raise SystemExit  # out of the block, as `sys.exit` in a worker would
+        os.wait()
+        assert (tmp_path / LOCK_FILE).exists()
+    if os.getpid() != parent:
+        os._exit(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_disk_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    line = pytest.raises(UserError, match=r"cannot write to .*Not a directory")
+    with line, working_in(tmp_path / "file" / "run"):
+        pass
+    write = Path.write_text
+
+    def full(self: Path, *given: Any, **more: Any) -> int:
+        if self.name == LOCK_FILE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *given, **more)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with working_in(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_file_system_without_locks_is_warned_of(

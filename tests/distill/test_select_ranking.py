@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from scipy.stats import rankdata
 
+from ltconvert.distill.selection.partial import Progress
 from ltconvert.distill.selection.ranking import (
     Stability,
     average_ranks,
@@ -93,3 +95,17 @@ def test_uniform_starts_at_the_first_layer() -> None:
 
 def test_a_given_choice_ranks_first() -> None:
     assert given([1, 3], 5).ranking == [1, 3, 0, 2, 4]
+
+
+def test_partial_scores_of_the_same_text_in_other_words_are_gone_on_from(tmp_path: Path) -> None:
+    """From another folder, or noted before texts had a digest; another text is another choice."""
+    now = {"seed": 1, "data": {"source": "b/text.txt", "content": "1"}}
+    for then, known in (
+        (now, True),
+        ({"seed": 1, "data": {"source": "a/text.txt", "content": "1"}}, True),
+        ({"seed": 1, "data": {"source": "b/text.txt"}}, True),
+        ({"seed": 1, "data": {"source": "b/text.txt", "content": "2"}}, False),
+        ({"seed": 2, "data": now["data"]}, False),
+    ):
+        Progress(tmp_path / "partial.json", then).save({"curves": [1]})
+        assert bool(Progress(tmp_path / "partial.json", now).state) is known
