@@ -65,6 +65,10 @@ def recipe_of(
 
     own = models.provenance.get("recipe")
     base = recipes.validate(own, where=f"{models.student}") if own else Recipe(name="eval")
+    # Rows that its run chose for its own budget would not fit another's, and nothing trains here.
+    sections = base.model_dump().items()
+    trained = [name for name, x in sections if isinstance(x, dict) and x.get("micro_batch_rows")]
+    base = recipes.adjust(base, options={name: {"micro_batch_rows": None} for name in trained})
     return recipes.adjust(base, budget=budget, options=options, overrides=overrides)
 
 

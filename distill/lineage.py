@@ -32,6 +32,7 @@ from ltconvert.distill.planning.models import shortened
 from ltconvert.distill.processes import all_values, is_main_process, wait_for_everyone
 from ltconvert.distill.records import (
     RECIPE_FILE,
+    STAGE_FILE,
     StageRecord,
     read_record,
     versions,
@@ -46,6 +47,7 @@ from ltconvert.distill.run_identity import (
     owner_of,
 )
 from ltconvert.distill.selection.ranking import count_full_layers
+from ltconvert.distill.selection.recall import draw
 from ltconvert.distill.selection.result import Selection
 from ltconvert.distill.shelf import Shelf
 from ltconvert.distill.stage import SELECTION_FILE
@@ -91,11 +93,19 @@ class Lineage:
         )
         parts = chain(self.recipe, self.teacher, self.precision, self.recipe.stages, data)
         for stage, depends_on in parts.items():
-            record = read_record(self.shelf.folder(stage)) or StageRecord(stage, "new", depends_on)
+            record = self._begun(stage) or StageRecord(stage, "new", depends_on)
             check_same_run(self.shelf.run_dir, stage, record.depends_on, depends_on)
             self.records[stage] = record
         wait_for_everyone()  # nobody writes a record that another has yet to read
         self._check_choice()
+
+    def _begun(self, stage: str) -> StageRecord | None:
+        """The record of a stage that has finished, or has left something to go on from."""
+        folder = self.shelf.folder(stage)
+        record = read_record(folder)
+        if record is None or record.finished:
+            return record
+        return record if any(path.name != STAGE_FILE for path in folder.iterdir()) else None
 
     def _check_sizes(self) -> None:
         """What later stages make of the teacher has to fit it from the start."""
@@ -117,13 +127,19 @@ class Lineage:
         return owner_of(self.recipe, self.teacher, self.precision)
 
     def check_text(self) -> None:
-        """Refuse text that holds no row of the longest that the stages train on.
+        """Refuse text that holds no row of the longest that the stages train on, and rows that are
+        too short to choose layers by what they retrieve.
 
         Raises:
             UserError: naming what it lacks.
         """
         lengths = [getattr(self.recipe, stage).seq_len_tokens for stage in self.recipe.stages]
         next(self._training_rows(max(lengths, default=1)))
+        select = self.recipe.select
+        layers = self.recipe.student.full(self._origin_spec().num_layers)
+        open_choice = "select" in self.recipe.stages and not isinstance(layers, list)
+        if open_choice and select.method in ("recall", "recall-greedy"):
+            draw(select, self.teacher.tokenizer, self.recipe.seed)
 
     def _check_choice(self) -> None:
         student, num_layers = self.recipe.student, self._origin_spec().num_layers

@@ -20,7 +20,9 @@ from lock_case import holder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from ltconvert import recipes
 from ltconvert.cli import app
+from ltconvert.cli_eval import Models, recipe_of
 from ltconvert.cli_session import run
 from ltconvert.distill.run_lock import LOCK_FILE
 from ltconvert.kernels import dispatch
@@ -326,6 +328,17 @@ def test_eval_of_a_run_without_its_teacher(
     shown = capsys.readouterr()
     assert "precision: fp32 (as the run began)" in shown.out
     assert "records cannot be loaded" in shown.err and "name it with --teacher" in shown.err
+
+
+@pytest.mark.parametrize("budget", [None, "demo", "small"])
+def test_eval_takes_any_budget_whatever_rows_the_run_chose(budget: str | None) -> None:
+    own = recipes.resolve("hybrid25", overrides=["align.micro_batch_rows=16"])
+    models = Models(None, Path("student"), None, {"recipe": own.model_dump(mode="json")})
+    found = recipe_of(models, budget, {}, ["eval.recall_examples=5"])
+    assert found.eval.recall_examples == 5
+    assert (
+        found.eval.heldout_tokens == recipes.resolve("hybrid25", budget=budget).eval.heldout_tokens
+    )
 
 
 def test_eval_beside_another_teacher_leaves_the_runs_own_report(

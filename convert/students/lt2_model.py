@@ -109,7 +109,10 @@ class LT2Model(LT2PreTrainedModel):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids [B, T] -> the residual stream [B, T, C]."""
-        h_BTC = self.embed_tokens(input_ids)
+        return self._scaled(self.embed_tokens(input_ids))
+
+    def _scaled(self, h_BTC: Tensor) -> Tensor:
+        """Rows of the embedding as the first layer reads them."""
         scale = self.spec.embedding_scale
         return h_BTC if scale == 1.0 else h_BTC * torch.tensor(scale, dtype=h_BTC.dtype)
 
@@ -275,7 +278,7 @@ class LT2Model(LT2PreTrainedModel):
     def _stream(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """The residual stream [B, T, C] before the first layer."""
         if inputs_embeds is not None and input_ids is None:
-            return inputs_embeds
+            return self._scaled(inputs_embeds)
         if input_ids is not None and inputs_embeds is None:
             return self.embed(input_ids)
         raise ValueError("give either input_ids or inputs_embeds")

@@ -27,7 +27,7 @@ class Encoder:
         """Token ids of every document, int64, the separator last."""
         if not documents:
             return []
-        texts = [self._render(document) for document in documents]
+        texts = [_readable(self._render(document)) for document in documents]
         encoded = self._tokenizer(
             texts,
             add_special_tokens=False,
@@ -56,6 +56,15 @@ class Encoder:
         if self._bos is not None and (not ids or ids[0] != self._bos):
             ids = [self._bos, *ids]
         return np.array([*ids, self.separator], np.int64)
+
+
+def _readable(text: str) -> str:
+    """The text, halves of a character (lone surrogates, which JSON may hold) replaced."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def starts_with_bos(tokenizer: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_model, tiny_spec, tokens
+from helpers import FAMILIES, tiny_model, tiny_spec, tokens
 from torch import Tensor
 
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
@@ -122,3 +122,15 @@ def test_what_is_not_there_is_refused_in_one_line(asked: dict[str, Any], message
         with pytest.raises(ValueError, match=message) as caught:
             call(ids, **asked)
         assert "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_of_the_callers_own_are_read_like_tokens(family: str) -> None:
+    """As in transformers: what the model's embedding gives, scaled by the model."""
+    model, ids = tiny_model(tiny_spec(family)), tokens(2, 9)
+    embedded = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(model(inputs_embeds=embedded).logits, model(ids).logits)
+    call = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(inputs_embeds=embedded, **call)
+    assert torch.equal(found[:, -4:], model.generate(ids, **call)[:, -4:])

@@ -189,6 +189,12 @@ def test_heldout_batches_of_an_empty_split(tmp_path: Path, tiny_tokenizer: Any) 
         )
 
 
+def test_half_a_character_is_replaced_and_a_whole_one_is_not(tiny_tokenizer: Any) -> None:
+    texts = [json.loads(r'"a \ud83d\ude00 b \ud800 c"'), "a \U0001f600 b \ufffd c"]
+    half, whole = Encoder(tiny_tokenizer).encode([Document(text, False) for text in texts])
+    assert half.tolist() == whole.tolist()
+
+
 def test_chat_goes_through_the_template(tiny_tokenizer: Any) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     [ids] = Encoder(tiny_tokenizer).encode([Document(chat, False)])

@@ -109,7 +109,7 @@ def test_a_finished_run_is_not_run_again(
     def never(*_: Any) -> None:
         raise AssertionError("a finished stage ran again")
 
-    monkeypatch.setattr(pipeline, "STAGES", dict.fromkeys(STAGES, never))
+    monkeypatch.setattr(pipeline, "RUN_STAGE", dict.fromkeys(STAGES, never))
     again = convert(teacher, case, finished.student_dir.parent)
     assert again.rows == finished.rows and again.selection == finished.selection
     assert same(dict(again.student.state_dict()), dict(finished.student.state_dict()))
@@ -265,6 +265,35 @@ def test_a_damaged_student_is_made_again_as_the_lines_say(
             for path in (word for word in named if word.startswith(str(run_dir))):
                 shutil.rmtree(path)
     assert same(weights(again.student_dir), weights(finished.student_dir))
+
+
+def test_what_will_not_work_is_refused_before_anything_is_trained(
+    case: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    short = {"method": "recall", "seq_len_tokens": 32}
+    with pytest.raises(UserError, match=r"too short.*raise select\.seq_len_tokens"):
+        convert(teacher, case, tmp_path / "run", select=short)
+    assert not (tmp_path / "run").exists()
+    broken = load_teacher(str(case / "teacher"))
+    broken.model.model.norm.weight.data.fill_(math.nan)
+    with pytest.raises(UserError, match="weights are damaged, or do not fit its config"):
+        convert(broken, case, tmp_path / "nan")
+
+
+def test_a_stage_that_has_left_nothing_does_not_hold_to_its_settings(
+    case: Path, teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"longctx": {"enabled": False}, "align": {"budget_tokens": 128}}
+
+    def fails(*_: Any) -> None:
+        raise UserError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(pipeline.RUN_STAGE, "logits", fails)
+        with pytest.raises(UserError, match="no"):
+            convert(teacher, case, tmp_path, logits={"budget_tokens": 128, "lr": 1e-3}, **few)
+    assert json.loads((tmp_path / "stages/logits/stage.json").read_text())["status"] == "running"
+    convert(teacher, case, tmp_path, logits={"budget_tokens": 128, "lr": 1e-4}, **few)
 
 
 def test_disabled_stages_leave_no_trace(case: Path, teacher: Teacher, tmp_path: Path) -> None:
