@@ -87,8 +87,11 @@ class LoopCache(Cache):
         if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
             raise RuntimeError("a cache with recurrent states cannot take tokens back")
         super().crop(tokens_to_remove)
-        self.num_tokens = max(  # that of a depth without attention stays empty
-            layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)
+        # A depth without attention stays empty. transformers 5.17 counts in tensors that move on.
+        self.num_tokens = max(
+            int(layer.get_seq_length())
+            for layer in self.layers
+            if isinstance(layer, CacheLayerMixin)
         )
 
     def reset(self) -> None:

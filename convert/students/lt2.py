@@ -134,7 +134,9 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
                 "by LT2; leave it out (and the --compile of `transformers serve`), or pass as "
                 f"{CACHE_NAME} {STATIC_CACHE}"
             )
-        model_kwargs[CACHE_NAME] = self.new_cache(model_kwargs.get("loop_cache"))
+        model_kwargs[CACHE_NAME] = cache = self.new_cache(model_kwargs.get("loop_cache"))
+        if getattr(generation_config, "is_assistant", False):
+            cache.activate_past_recording()  # windows keep what a refused draft is taken back to
 
     @property
     def init_continuous_batching(self) -> NoReturn:  # type: ignore[override]

@@ -372,3 +372,15 @@ def test_losses_of_accumulated_batches_add_up_to_the_mean_over_their_labels() ->
         for i in range(3)
     ]
     torch.testing.assert_close(sum(parts), whole)
+
+
+@pytest.mark.parametrize("kind", ["window", "full", "dsa", "nsa"])
+def test_another_model_may_draft(kind: str) -> None:
+    """Greedy tokens stay what they are; refused drafts are taken back, past windows too."""
+    small = {"window_tokens": 5, "top_k_tokens": 4, "block_tokens": 4, "chosen_blocks": 1}
+    model, other = (tiny_model(tiny_spec(), [kind] * 3, seed=s, **small) for s in (0, 1))
+    ids = tokens(1, 8)
+    call = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(ids, **call)
+    for assistant in (model, other):
+        assert torch.equal(model.generate(ids, assistant_model=assistant, **call), expected)
