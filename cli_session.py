@@ -85,20 +85,12 @@ class Session:
         return device
 
     def precision(self, device: torch.device, run_dir: Path | None = None) -> tuple[str, str]:
-        """(`fp32` or `bf16`, why). `--precision auto` means that of the folder's run, so that its
-        figures are comparable, or else the faster one, which is measured.
-        """
-        from ltconvert.distill.precision import pick_precision
-        from ltconvert.distill.processes import all_values, join_processes
-        from ltconvert.distill.run_identity import recorded_precision
+        """(`fp32` or `bf16`, why), see ``precision_of_run``."""
+        from ltconvert.distill.processes import join_processes
+        from ltconvert.distill.run_identity import precision_of_run
 
-        if run_dir is not None and self.precision_name == "auto":
-            recorded = recorded_precision(run_dir)
-            if recorded is not None:
-                return recorded, "as the run began"
         join_processes(device)
-        # Processes may measure differently; all follow the first.
-        return all_values(pick_precision(device, self.precision_name))[0]
+        return precision_of_run(device, run_dir, self.precision_name)
 
     def choose_kernels(self, device: torch.device) -> list[tuple[str, str, str]]:
         """Make `--kernel` the default of this process; (operation, backend, why) a row.

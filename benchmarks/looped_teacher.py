@@ -13,7 +13,6 @@ recall are shown at every number of loops (``OUT/scores.json``). Several GPUs: t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -33,7 +32,7 @@ from ltconvert.distill.evaluation.scores import heldout_rows
 from ltconvert.distill.interrupt import OutOfTime, Stopped
 from ltconvert.distill.processes import is_main_process, join_processes, wait_for_everyone
 from ltconvert.distill.records import write_json
-from ltconvert.distill.run_identity import NEUTRAL, RUN_FILE, check_same_run
+from ltconvert.distill.run_identity import NEUTRAL, claim_for
 from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.trainer import train
@@ -159,22 +158,18 @@ def _claim(
 ) -> None:
     """Note what the run is in an empty folder; refuse one that holds another run."""
     training = {k: v for k, v in settings.model_dump(mode="json").items() if k not in NEUTRAL}
-    path = options.out / RUN_FILE
-    then = json.loads(path.read_text()) if path.is_file() else None
-    now: Mapping[str, Any] = {
-        "precision": precision,
-        "seed": options.seed,
-        "loss": options.loss,
-        "model": asdict(spec),
-        "data": as_recorded(data_identity(data), then["data"] if then else None),
-        "train": training,
-    }
-    if then is not None:
-        check_same_run(options.out, STAGE, then, now)
-    wait_for_everyone()
-    if is_main_process():
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_json(path, now)
+
+    def identity(then: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {
+            "precision": precision,
+            "seed": options.seed,
+            "loss": options.loss,
+            "model": asdict(spec),
+            "data": as_recorded(data_identity(data), then["data"] if then else None),
+            "train": training,
+        }
+
+    claim_for(options.out, STAGE, identity)
 
 
 def _parser() -> argparse.ArgumentParser:

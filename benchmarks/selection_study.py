@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from ltconvert.distill.lineage import START
 from ltconvert.distill.plan import plan
 from ltconvert.distill.planning.rows import recorded_rows, with_rows
 from ltconvert.distill.records import versions, write_json
-from ltconvert.distill.run_identity import RUN_FILE, check_same_run
+from ltconvert.distill.run_identity import RUN_FILE, claim_for
 from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.selection.ranking import count_full_layers
 from ltconvert.errors import UserError
@@ -114,17 +116,11 @@ def _begin(options: argparse.Namespace, session: Session) -> Study:
     if count_full_layers(max(options.shares), teacher.spec.num_layers) == teacher.spec.num_layers:
         raise UserError(f"--shares {max(options.shares)}: that is every layer; give less")
     study = Study(with_rows(recipe, rows), teacher, options.out, precision)
-    path = options.out / RUN_FILE
-    then = json.loads(path.read_text()) if path.is_file() else None
-    now = _identity(study, then)
-    if then is not None:
-        check_same_run(options.out, "study", then, now)
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_json(path, now)
+    claim_for(options.out, "study", partial(_identity, study))
     return study
 
 
-def _identity(study: Study, then: dict[str, Any] | None) -> dict[str, Any]:
+def _identity(study: Study, then: Mapping[str, Any] | None) -> dict[str, Any]:
     """All that the cases share and that their figures depend on; ``then``: as noted before."""
     recipe = study.recipe.model_dump(mode="json", exclude={"runtime"})
     recipe["data"] = as_recorded(

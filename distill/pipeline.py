@@ -30,9 +30,7 @@ from ltconvert.distill.evaluation.scores import heldout_rows, heldout_scores
 from ltconvert.distill.inherited import inherited
 from ltconvert.distill.interrupt import saying_what_is_kept
 from ltconvert.distill.lineage import START, Lineage
-from ltconvert.distill.precision import pick_precision
 from ltconvert.distill.processes import (
-    all_values,
     is_main_process,
     join_processes,
     wait_for_everyone,
@@ -43,7 +41,7 @@ from ltconvert.distill.records import (
     versions,
 )
 from ltconvert.distill.reporting.tables import runs
-from ltconvert.distill.run_identity import fingerprint, recorded_precision
+from ltconvert.distill.run_identity import fingerprint, precision_of_run
 from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.shelf import Shelf
@@ -302,7 +300,7 @@ def _opened(
     if compilation.choose(recipe.runtime.compile, device, compilation.LEAST_STEPS).compiled:
         compilation.importing()  # while the run is set up
     if precision == "auto":
-        precision = all_values(recorded_precision(run_dir) or pick_precision(device)[0])[0]
+        precision, _ = precision_of_run(device, run_dir)
     lineage = Lineage(recipe, teacher, Shelf(run_dir, teacher.tokenizer, device), precision)
     lineage.check()
     return Pipeline(lineage, log, device)

@@ -32,15 +32,20 @@ def join_processes(device: torch.device) -> None:
         PartialState(cpu=device.type == "cpu")
 
 
+def _joined() -> bool:
+    """Whether this is one of several processes that have met."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def wait_for_everyone() -> None:
     """Let all processes of a run meet; nothing before ``join_processes``, or in a single one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _joined():
         torch.distributed.barrier()
 
 
 def all_values(value: T) -> list[T]:
     """What each process of a run has, in their order, for all of them to agree on one."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not _joined():
         return [value]
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
@@ -49,14 +54,14 @@ def all_values(value: T) -> list[T]:
 
 def take_from_the_first(tensors: Iterable[torch.Tensor]) -> None:
     """Make tensors those of the first process, in place: GPUs that differ compute others."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _joined():
         for tensor in tensors:
             torch.distributed.broadcast(tensor, src=0)
 
 
 def sum_of_processes(value: torch.Tensor) -> torch.Tensor:
     """A value added up over the processes of a run, in place; as it is in a single one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _joined():
         torch.distributed.all_reduce(value)
     return value
 

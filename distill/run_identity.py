@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert.distill.data.content import CONTENT
+from ltconvert.distill.precision import pick_precision
+from ltconvert.distill.processes import all_values, is_main_process, wait_for_everyone
 from ltconvert.distill.records import write_json
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
+
     from ltconvert.convert.teachers.load import Teacher
     from ltconvert.recipes.schema import Recipe
 
@@ -102,6 +106,28 @@ def check_owner(run_dir: Path, now: Mapping[str, Any]) -> None:
         )
 
 
+def claim_for(
+    folder: Path, stage: str, identify: Callable[[Mapping[str, Any] | None], Mapping[str, Any]]
+) -> None:
+    """Note in a folder what work it is for; refuse one that was begun for other work.
+
+    Args:
+        identify: gives all that the work depends on, told what the folder notes (None: nothing).
+
+    Raises:
+        UserError: see ``check_same_run``.
+    """
+    path = folder / RUN_FILE
+    then = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    now = identify(then)
+    if then is not None:
+        check_same_run(folder, stage, then, now)
+    wait_for_everyone()
+    if is_main_process():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, now)
+
+
 def claim(run_dir: Path, now: Mapping[str, Any]) -> None:
     """Make a run folder and note whose it is; all processes have checked it before."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -109,10 +135,25 @@ def claim(run_dir: Path, now: Mapping[str, Any]) -> None:
         write_json(run_dir / RUN_FILE, now)
 
 
-def recorded_precision(run_dir: Path) -> str | None:
+def _recorded_precision(run_dir: Path) -> str | None:
     """The precision that the folder's run began with, None in a new folder."""
     owner = _read_owner(run_dir / RUN_FILE)
     return None if owner is None else owner.get("precision")
+
+
+def precision_of_run(
+    device: torch.device, run_dir: Path | None, requested: str = "auto"
+) -> tuple[str, str]:
+    """(`fp32` or `bf16`, why): as requested; for ``auto`` that of the folder's run, so that its
+    figures are comparable, or else the faster one, which is measured. The first process decides.
+
+    Raises:
+        UserError: see ``pick_precision``, or the folder's record is damaged.
+    """
+    recorded = _recorded_precision(run_dir) if run_dir and requested == "auto" else None
+    if recorded is not None:
+        return recorded, "as the run began"
+    return all_values(pick_precision(device, requested))[0]
 
 
 def _read_owner(path: Path) -> dict[str, Any] | None:

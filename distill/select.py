@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ltconvert.distill.data import Batch, PackedStream, data_identity
+from ltconvert.distill.data import Batch, PackedStream
 from ltconvert.distill.logits import frozen_copy
 from ltconvert.distill.processes import all_values, is_main_process, wait_for_everyone
 from ltconvert.distill.run_lock import working_in
@@ -83,7 +83,7 @@ def identity(settings: SelectSettings, inputs: StageInputs) -> dict[str, Any]:
     return {
         "select": settings.model_dump(mode="json", exclude={"enabled"}),
         "full_layers": inputs.recipe.student.full_layers,
-        "data": data_identity(inputs.recipe.data),
+        "data": inputs.text,
         "teacher": inputs.teacher.digest,
         "precision": inputs.precision,
         "seed": inputs.seed,

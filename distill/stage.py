@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ltconvert.distill.data import PackedStream
+from ltconvert.distill.data import PackedStream, data_identity
 from ltconvert.distill.precision import autocast
 from ltconvert.distill.processes import rank_and_world
 from ltconvert.distill.trainer import Objective, TrainResult, train
@@ -42,6 +43,11 @@ class StageInputs:
     precision: str
     device: torch.device
     seed: int = 0
+
+    @cached_property
+    def text(self) -> dict[str, Any]:
+        """What tells the training text from another one."""
+        return data_identity(self.recipe.data)
 
     def stream(self, settings: TrainSettings, *, own: bool = True) -> PackedStream:
         """A stage's training rows from the beginning: this process's ``own``, or all of them."""

@@ -28,7 +28,7 @@ from ltconvert.distill.interrupt import OutOfTime, Stopped
 from ltconvert.distill.objective import Stream
 from ltconvert.distill.records import write_json
 from ltconvert.distill.resume import CHECKPOINT
-from ltconvert.distill.run_identity import RUN_FILE, check_same_run
+from ltconvert.distill.run_identity import claim_for
 from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.runlog import RunLog
 from ltconvert.distill.trainer import train
@@ -195,15 +195,14 @@ def _begin(options: argparse.Namespace, session: Session) -> Bench:
     device = session.device()
     precision, _ = session.precision(device, options.out)
     asked = {k: v for k, v in vars(options).items() if k not in _NOT_IDENTITY}
-    path = options.out / RUN_FILE
-    then = json.loads(path.read_text()) if path.is_file() else None
-    if "data" in asked:
-        asked["data"] = _text(options.data, (then or {}).get("data"))
-    now = {**asked, "precision": precision}
-    if then is not None:
-        check_same_run(options.out, "trials", then, now)
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_json(path, now)
+
+    def identity(then: Mapping[str, Any] | None) -> dict[str, Any]:
+        known = {**asked, "precision": precision}
+        if "data" in asked:
+            known["data"] = _text(options.data, (then or {}).get("data"))
+        return known
+
+    claim_for(options.out, "trials", identity)
     return Bench(options, device, precision, RunLog(None))
 
 

@@ -15,7 +15,7 @@ from ltconvert.errors import UserError
 from ltconvert.recipes.data import DataSettings
 
 CONTENT = "content"
-WHOLE_BYTES = 256 << 20  # of a corpus; so much is read at most, in a fraction of a second
+WHOLE_BYTES = 256 << 20  # of a corpus; so much is read at most
 BLOCK_BYTES = 1 << 20
 
 

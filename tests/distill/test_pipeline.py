@@ -18,7 +18,7 @@ from pipeline_case import convert, make_case, make_recipe
 from ltconvert import recipes
 from ltconvert.convert.checkpoint import load_student, read_provenance
 from ltconvert.convert.teachers.load import Teacher, load_teacher
-from ltconvert.distill import lineage, pipeline, select
+from ltconvert.distill import lineage, pipeline, stage
 from ltconvert.distill.pipeline import PipelineResult
 from ltconvert.distill.records import clear_disk_errors
 from ltconvert.distill.runlog import RunLog
@@ -59,8 +59,8 @@ def test_every_stage_has_a_row_and_a_record(finished: PipelineResult) -> None:
     assert all(row["kl"] >= 0 and row["teacher_ppl"] > 1 for row in finished.rows)
     assert [row["tokens"] for row in finished.rows][1::2] == [512, 512]
     run_dir = finished.student_dir.parent
-    for stage in STAGES:
-        record = json.loads((run_dir / "stages" / stage / "stage.json").read_text())
+    for name in STAGES:
+        record = json.loads((run_dir / "stages" / name / "stage.json").read_text())
         assert record["status"] == "finished"
         assert torch.__version__.startswith(record["versions"]["torch"])  # without its build
     noted = [
@@ -191,7 +191,7 @@ def test_a_run_of_before_texts_had_digests_goes_on(
 ) -> None:
     few: dict[str, Any] = {"align": {"budget_tokens": 128}, "longctx": {"enabled": False}}
     with monkeypatch.context() as patched:
-        for module in (lineage, select):
+        for module in (lineage, stage):
             patched.setattr(module, "data_identity", lambda data: data.model_dump(mode="json"))
         rows = convert(teacher, case, tmp_path, **few, logits={"enabled": False}).rows
     assert "content" not in (tmp_path / "stages/start/stage.json").read_text()
