@@ -72,8 +72,12 @@ def _several(outputs: int, block: int, stages: int, warps: int, **more: Any) -> 
     }  # fmt: skip
 
 
-def _warps(single: int, several: int) -> dict[str, Any]:
-    return {"WARPS": {"single": single, "several": several}}
+def _warps(single: int, several: int, **others: int) -> dict[str, Any]:
+    return {"WARPS": {"single": single, "several": several, **others}}
+
+
+def _apart(single: bool, several: bool) -> dict[str, Any]:
+    return {"APART": {"single": single, "several": several}}
 
 
 CANDIDATES: dict[str, list[dict[str, Any]]] = {
@@ -93,7 +97,10 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
         {"TILE": 8192}, {"TILE": 8192, "ELEMENTS": 64}, {"TILE": 4096},
     ],
     "gdn_window_step": [
-        _warps(16, 16), _warps(8, 8), {"SHARE": 4}, {"AHEAD_BYTES": 2**14}, {"STAGES": 4},
+        _apart(False, False), _apart(True, True), _warps(8, 16, apart=4), _warps(8, 16, apart=16),
+        {**_apart(True, True), **_warps(8, 16, apart=4)},
+        {**_apart(False, False), **_warps(16, 16, apart=8)}, _warps(8, 8, apart=8),
+        {"SHARE": 4}, {**_warps(8, 16, apart=4), "SHARE": 4}, {"AHEAD_BYTES": 2**14}, {"STAGES": 4},
         {"TILE": 8192, "ELEMENTS": 64}, {"SHARE": 4, "STAGES": 5},
     ],
     "decode_attention": [

@@ -46,7 +46,7 @@ class Now(Place):
         used: by number of slots, how many are filled then, [B].
         outside: by window, whether a token of the row lies before it, [B].
         first: the slot of a cache that has one, [B].
-        arrivals: room for attention to count in, [B, H], see ``decode_attention``.
+        arrivals: room for kernels to count in, [B, H], see ``decode_attention``.
         kept: by layer, the projections of its last visit, [B, R]; None where nobody asks.
         depth: the token's depth stream; None where no layer reads one.
     """
@@ -219,7 +219,8 @@ def windowed(qkv_BM: Tensor, others: list[Tensor], mixer: Any, cache: Any, now: 
     ring = Ring(
         cache.keys, cache.values, now.slots[cache.slots], now.used[cache.slots],
         now.outside[mixer.window], rest_BH, scale=mixer.spec.attention_scale,
-        soft_cap=mixer.spec.attention_softcap, **now.turn(mixer.rope_name),
+        soft_cap=mixer.spec.attention_softcap, arrivals_BH=now.arrivals,
+        **now.turn(mixer.rope_name),
     )  # fmt: skip
     y_BHD: Tensor = mixer.step(qkv_BM, gate_BM, rates, cache, now, ring)
     return y_BHD

@@ -16,6 +16,19 @@ def refuse_gradients(op: str, *tensors: Tensor | None) -> None:
         raise ValueError(f"{op} has no gradient: call it under torch.no_grad()")
 
 
+def check_arrivals(arrivals_BH: Tensor | None, batch: int, heads: int) -> None:
+    """Raise ValueError where room for a kernel to count in is not int32 [B, H], contiguous."""
+    if arrivals_BH is not None and (
+        arrivals_BH.shape != (batch, heads)
+        or arrivals_BH.dtype != torch.int32
+        or not arrivals_BH.is_contiguous()
+    ):
+        raise ValueError(
+            f"arrivals must be int32 [{batch}, {heads}] and contiguous, got {arrivals_BH.dtype} "
+            f"{list(arrivals_BH.shape)}"
+        )
+
+
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a stand-in for other devices."""
     return _of_gpu(device.index) if device.type == "cuda" else PROCESSORS

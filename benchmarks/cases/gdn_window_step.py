@@ -52,6 +52,7 @@ def _case(batch: int, heads: int, slots: int, width: int, device: torch.device) 
             "lengths": torch.full((batch,), slots, device=device),
             "slots": torch.full((batch,), slots // 3, device=device),
             "outside": torch.ones(batch, dtype=torch.bool, device=device),
+            "arrivals": torch.zeros(batch, heads, dtype=torch.int32, device=device),
             # Cosines and sines, as far as time is concerned.
             "turn": draw.normal(2, batch, width, dtype=fp32),
         }
@@ -87,13 +88,14 @@ def step(
     lengths: Tensor,
     slots: Tensor,
     outside: Tensor,
+    arrivals: Tensor,
     turn: Tensor,
 ) -> tuple[Tensor, ...]:
     """Output [B, H, D], and what changes in place."""
     cos_BD, sin_BD = turn.unbind(0)
     ring = Ring(
         k, v, slots, lengths, outside, rest, scale=k.shape[-1] ** -0.5, cos_BD=cos_BD,
-        sin_BD=sin_BD,
+        sin_BD=sin_BD, arrivals_BH=arrivals,
     )  # fmt: skip
     y = gdn_window_step(
         ring, qkv, beta, decay, *rates.unbind(0), state, norm_weight, gate,

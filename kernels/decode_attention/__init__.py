@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ltconvert.kernels import dispatch, limits
 from ltconvert.kernels.decode_heads import check_row
-from ltconvert.kernels.decoding import refuse_gradients
+from ltconvert.kernels.decoding import check_arrivals, refuse_gradients
 
 
 def decode_attention(
@@ -146,15 +146,7 @@ def _backend(
         raise ValueError(f"lengths must be int32 or int64, got {lengths_B.dtype}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be positive or None, got {soft_cap}")
-    if arrivals_BH is not None and (
-        arrivals_BH.shape != (batch, heads)
-        or arrivals_BH.dtype != torch.int32
-        or not arrivals_BH.is_contiguous()
-    ):
-        raise ValueError(
-            f"arrivals must be int32 [{batch}, {heads}] and contiguous, got {arrivals_BH.dtype} "
-            f"{list(arrivals_BH.shape)}"
-        )
+    check_arrivals(arrivals_BH, batch, heads)
     refuse_gradients("decode_attention", q_BHD, k_BGSD, v_BGSD)
     limit = limits.of_decode_attention(q_BHD, k_BGSD, v_BGSD)
     return dispatch.implementation("decode_attention", q_BHD.device, limit)

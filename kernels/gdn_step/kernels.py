@@ -34,13 +34,20 @@ def _past(history_ptr, c_D, in_D, W: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
-def _taps(weight_ptr, c_D, in_D, W: tl.constexpr, BW: tl.constexpr):
-    """The convolution's weights of channels c [D, BW]; without one, the new input as it is."""
+def _taps(weight_ptr, c_D, in_D, W: tl.constexpr, BW: tl.constexpr, SINGLY: tl.constexpr):
+    """The convolution's weights of channels c [D, BW]; without one, the new input as it is.
+
+    SINGLY: a number at a time. Threads then hold of taps and past what they write of the history;
+    read in pairs, it would have to change hands.
+    """
     p_W = tl.arange(0, BW)
     taps_DW = tl.zeros([c_D.shape[0], BW], tl.float32) + 1.0
     if weight_ptr is not None:
         mask = in_D[:, None] & (p_W < W)[None, :]
-        taps_DW = tl.load(weight_ptr + c_D[:, None] * W + p_W[None, :], mask=mask, other=0.0)
+        at_DW = c_D[:, None] * W + p_W[None, :]
+        if SINGLY:
+            at_DW = tl.multiple_of(at_DW, [1, 1])
+        taps_DW = tl.load(weight_ptr + at_DW, mask=mask, other=0.0)
     return taps_DW
 
 
@@ -102,6 +109,19 @@ def _tile(state_ptr, at_KV, in_K, in_V):
 
 
 @triton.jit
+def keep(
+    state_ptr, new, pid, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Store what ``recur`` has left to do so."""
+    i_K, n_V = tl.arange(0, BK), (BLOCKS - 1) * BV + tl.arange(0, BV)
+    state_ptr += pid.to(tl.int64) * K * V
+    mask = (i_K < K)[:, None] & (n_V < V)[None, :]
+    at_KV = i_K[:, None] * V + n_V[None, :]
+    tl.store(state_ptr + at_KV, new.to(state_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _add_two(a, b, c, d):
     return a + c, b + d
 
@@ -119,11 +139,12 @@ def recur(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
     GATE_FN: tl.constexpr, NORM_EPS: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SINGLY: tl.constexpr, LATER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One token of row and head ``pid``: the gated output in BLOCKS of BV columns, in fp32.
 
-    Waits its turn; state and history are written.
+    Waits its turn; state and history are written. LATER: but for the state's last block, which is
+    the second thing returned and left to the caller to ``keep``.
     """
     head, row = pid % H, (pid // H).to(tl.int64)
     qkv_ptr += row * qkv_row
@@ -138,9 +159,12 @@ def recur(
     q_c, k_c, v_c = head * K + i_K, H * K + head * K + i_K, 2 * H * K + head * V + v_V
 
     state = _tile(state_ptr, at_KV, in_K, v_V < V)
-    q_past, q_taps = _past(history_ptr, q_c, in_K, W, BW), _taps(weight_ptr, q_c, in_K, W, BW)
-    k_past, k_taps = _past(history_ptr, k_c, in_K, W, BW), _taps(weight_ptr, k_c, in_K, W, BW)
-    v_past, v_taps = _past(history_ptr, v_c, v_V < V, W, BW), _taps(weight_ptr, v_c, v_V < V, W, BW)
+    q_past = _past(history_ptr, q_c, in_K, W, BW)
+    q_taps = _taps(weight_ptr, q_c, in_K, W, BW, SINGLY)
+    k_past = _past(history_ptr, k_c, in_K, W, BW)
+    k_taps = _taps(weight_ptr, k_c, in_K, W, BW, SINGLY)
+    v_past = _past(history_ptr, v_c, v_V < V, W, BW)
+    v_taps = _taps(weight_ptr, v_c, v_V < V, W, BW, SINGLY)
     norm_weight_V = _channels(norm_weight_ptr, v_V, v_V < V)
     bias = tl.load(rate_bias_ptr + head).to(tl.float32)
     factor = tl.exp(tl.load(log_rate_ptr + head).to(tl.float32))
@@ -173,7 +197,7 @@ def recur(
         if n > 0:
             state = _tile(state_ptr, n * BV + at_KV, in_K, in_V)
             v_window = _window(_past(history_ptr, n_c, in_V, W, BW), qkv_ptr, n_c, in_V, W, BW)
-            v_taps = _taps(weight_ptr, n_c, in_V, W, BW)
+            v_taps = _taps(weight_ptr, n_c, in_V, W, BW, SINGLY)
             tl.debug_barrier()
         x_V = handed_on(_convolve(v_window, v_taps, SILU and W > 1), BV)
         old = state.to(tl.float32)
@@ -181,8 +205,9 @@ def recur(
         write_V = beta * (x_V - decay * of_k_V)
         o_V = decay * of_q_V + kq * write_V
         new = decay * old + k_K[:, None] * write_V[None, :]
-        mask = in_K[:, None] & in_V[None, :]
-        tl.store(state_ptr + n * BV + at_KV, new.to(state_ptr.dtype.element_ty), mask=mask)
+        if not LATER or n < BLOCKS - 1:
+            mask = in_K[:, None] & in_V[None, :]
+            tl.store(state_ptr + n * BV + at_KV, new.to(state_ptr.dtype.element_ty), mask=mask)
         _shift(history_ptr, v_window, n_c, in_V, W, BW)
         outputs = outputs + (o_V,)
         squares += tl.sum(o_V * o_V, axis=0)
@@ -196,7 +221,7 @@ def recur(
             gate_V = _channels(gate_ptr, n_V, n_V < V)
         opened_V, _ = open_gate(gate_V, GATE_FN)
         gated = gated + (outputs[n] * factor * norm_weight_V * opened_V,)
-    return gated
+    return gated, new
 
 
 @triton.jit
@@ -207,15 +232,16 @@ def step_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
     GATE_FN: tl.constexpr, NORM_EPS: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SINGLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     let_go(OVERLAP)
     pid = tl.program_id(0)
     y_ptr += pid.to(tl.int64) * V
-    gated = recur(
+    gated, _ = recur(
         pid, qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr,
         state_ptr, norm_weight_ptr, gate_ptr, scale, eps, beta_factor, qkv_row, beta_row,
-        decay_row, gate_row, H, K, V, W, SILU, GATE_FN, NORM_EPS, BK, BV, BW, BLOCKS, OVERLAP,
+        decay_row, gate_row, H, K, V, W, SILU, GATE_FN, NORM_EPS, BK, BV, BW, BLOCKS, SINGLY,
+        False, OVERLAP,
     )  # fmt: skip
     for n in tl.static_range(BLOCKS):
         n_V = n * BV + tl.arange(0, BV)

@@ -168,8 +168,12 @@ def plan(
     warps = max(1, min(max(most_warps, keys // 32), keys * values // (32 * elements)))
     # A number of a window a thread: with fewer, threads would read them again and again.
     window = max(triton.next_power_of_2(taps), 32 * warps // min(keys, values))
-    blocks = triton.cdiv(value_width, values)
-    made = {"BK": keys, "BV": values, "BW": window, "BLOCKS": blocks, "num_warps": warps}
+    # Of four a thread, pairs save more registers than a change of hands costs.
+    singly = keys * window <= 2 * 32 * warps
+    made = {
+        "BK": keys, "BV": values, "BW": window, "BLOCKS": triton.cdiv(value_width, values),
+        "SINGLY": singly, "num_warps": warps,
+    }  # fmt: skip
     if registers is not None and torch.version.hip is None:
         made["maxnreg"] = registers
     return made

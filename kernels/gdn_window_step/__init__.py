@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ltconvert.kernels import dispatch, limits
-from ltconvert.kernels.decoding import refuse_gradients
+from ltconvert.kernels.decoding import check_arrivals, refuse_gradients
 from ltconvert.kernels.gdn_step import check_token
 from ltconvert.kernels.norm_gate import GateFn
 from ltconvert.kernels.short_conv import Activation
@@ -33,6 +33,8 @@ class Ring:
         soft_cap: scores are ``soft_cap * tanh(scores / soft_cap)``; None for none.
         cos_BD, sin_BD: positions of q and k, the first half of D turned with the second; None for
             none.
+        arrivals_BH: room for a kernel to count in, as in ``decode_attention``; it lets two
+            programs share a head's work.
     """
 
     keys_BHSD: Tensor
@@ -45,6 +47,7 @@ class Ring:
     soft_cap: float | None = None
     cos_BD: Tensor | None = None
     sin_BD: Tensor | None = None
+    arrivals_BH: Tensor | None = None
 
 
 def gdn_window_step(
@@ -133,4 +136,5 @@ def _check_ring(ring: Ring, state_BHDD: Tensor) -> None:
             f"cos and sin go together, each [{batch}, {width}], the width even; got "
             f"{', '.join(str(list(x.shape)) for x in tables)}"
         )
+    check_arrivals(ring.arrivals_BH, batch, heads)
     refuse_gradients("gdn_window_step", keys, values, rest)

@@ -1,60 +1,23 @@
-"""The Triton kernel of ``gdn_window_step``: a program for each row and head does both parts.
+"""Triton kernels of ``gdn_window_step``: a program for each row and head, or two.
 
-A program of the recurrence waits most of its time, and a window of 128 fits into its registers
-beside the state. Two programs would have to meet in memory by an atomic, which is about as long a
-chain as that window's.
+Recurrence and window need nothing of each other until they are added. In ``window_step_kernel`` a
+program does one after the other: that of the recurrence waits most of its time, and a window of 128
+fits into its registers beside the state. In ``apart_kernel`` two programs do a part each at the
+same time, leave it in memory and count that they have; the later one adds them. That takes
+multiprocessors which would be idle, and a trip to memory.
 
-What earlier steps have left in the ring is read first, like the state; the new key and value come
-from the projections, and what their slot held before counts as nothing.
-
-N keys of a block, D channels. Exponentials are of 2.
+D channels, V of a block of the state's columns.
 """
-
-# ruff: noqa: RUF005 (Triton has no unpacking in tuples)
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from ltconvert.kernels.decode_attention.parts import LOWEST, block, capped
-from ltconvert.kernels.gdn_step.kernels import handed_on, recur
-from ltconvert.kernels.overlap_kernels import fetch, let_go
-
-LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _entries(ptr, row, d_D, D: tl.constexpr):
-    """Row of a table [D] as it is stored; zeros where there is none."""
-    entries_D = tl.zeros([d_D.shape[0]], tl.float32)
-    if ptr is not None:
-        entries_D = tl.load(ptr + row * D + d_D, mask=d_D < D, other=0.0, cache_modifier=".cg")
-    return entries_D
-
-
-@triton.jit
-def _turned(x_ptr, cos_D, sin_D, d_D, D: tl.constexpr, ROPE: tl.constexpr):
-    """A head of q or k at its position, [D] in fp32."""
-    x_D = tl.load(x_ptr + d_D, mask=d_D < D, other=0.0).to(tl.float32)
-    if ROPE:
-        half_D = tl.load(x_ptr + (d_D + D // 2) % D, mask=d_D < D, other=0.0).to(tl.float32)
-        half_D = tl.where(d_D < D // 2, -half_D, half_D)
-        x_D = x_D * cos_D.to(tl.float32) + half_D * sin_D.to(tl.float32)
-    return x_D
-
-
-@triton.jit
-def _scores(k_ND, q_D, counts_N, cap, CAPPED: tl.constexpr):
-    s_N = capped(tl.sum(k_ND.to(tl.float32) * q_D[None, :], axis=1), cap, CAPPED)
-    return tl.where(counts_N, s_N, float("-inf"))
-
-
-@triton.jit
-def _counted(v_ND, s_N):
-    """Values in fp32, 0 where a slot does not count: a weight of 0 is not enough beside NaN."""
-    counts_N = s_N > float("-inf")
-    return tl.where(counts_N[:, None], v_ND.to(tl.float32), 0.0)
+from ltconvert.kernels.decode_attention.parts import is_last
+from ltconvert.kernels.gdn_step.kernels import keep, recur
+from ltconvert.kernels.gdn_window_step.window import attend, read_ahead
+from ltconvert.kernels.overlap_kernels import let_go, take_turn
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -66,88 +29,89 @@ def window_step_kernel(
     H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
     GATE_FN: tl.constexpr, NORM_EPS: tl.constexpr, CAPPED: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr,
-    BN: tl.constexpr, AHEAD: tl.constexpr, LONG: tl.constexpr, STAGES: tl.constexpr,
-    FETCH: tl.constexpr, OVERLAP: tl.constexpr,
+    SINGLY: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, LONG: tl.constexpr,
+    STAGES: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """AHEAD blocks of BN slots are read before all else; LONG: the window has more than these."""
     let_go(OVERLAP)
-    pid = tl.program_id(0)
-    row, head = (pid // H).to(tl.int64), pid % H
-    n_N, d_D = tl.arange(0, BN), tl.arange(0, BK)
-    in_D = d_D < D
+    cell = tl.program_id(0)
+    row, head, d_D = (cell // H).to(tl.int64), cell % H, tl.arange(0, BK)
     keys_ptr += row * key_row + head.to(tl.int64) * key_head
     values_ptr += row * value_row + head.to(tl.int64) * value_head
-    k_NDs, v_NDs = (), ()
-    for n in tl.static_range(AHEAD):
-        at_N = n * BN + n_N  # all slots: to wait for the length would take longer
-        k_NDs = k_NDs + (block(keys_ptr, at_N, at_N < slots, d_D, key_slot, D, ".cg"),)
-        v_NDs = v_NDs + (block(values_ptr, at_N, at_N < slots, d_D, value_slot, D, ".cg"),)
-    if FETCH:
-        fetch(keys_ptr + AHEAD * BN * D, (slots - AHEAD * BN) * D, OVERLAP)
-        fetch(values_ptr + AHEAD * BN * D, (slots - AHEAD * BN) * D, OVERLAP)
-    slot = tl.load(slot_ptr + row, cache_modifier=".cg").to(tl.int32)
-    length = tl.minimum(tl.load(length_ptr + row, cache_modifier=".cg"), slots).to(tl.int32)
-    outside = tl.load(outside_ptr + row, cache_modifier=".cg")
-    cos_D, sin_D = _entries(cos_ptr, row, d_D, D), _entries(sin_ptr, row, d_D, D)
-    others = recur(  # waits its turn
-        pid, qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr,
-        state_ptr, norm_weight_ptr, gate_ptr, scale, eps, beta_factor, qkv_row, beta_row,
-        decay_row, gate_row, H, D, D, W, SILU, GATE_FN, NORM_EPS, BK, BV, BW, BLOCKS, OVERLAP,
+    k_NDs, v_NDs, slot, length, outside, cos_D, sin_D = read_ahead(
+        row, keys_ptr, values_ptr, slot_ptr, length_ptr, outside_ptr, cos_ptr, sin_ptr, slots,
+        key_slot, value_slot, d_D, D, BN, AHEAD, FETCH, OVERLAP,
     )  # fmt: skip
-
-    qkv_ptr += row * qkv_row + head * D
-    ROPE: tl.constexpr = cos_ptr is not None
-    rest = tl.load(rest_ptr + row * rest_row + head).to(tl.float32)
-    q_D = _turned(qkv_ptr, cos_D, sin_D, d_D, D, ROPE) * factor
-    # As the ring holds them, where later steps find them.
-    k_D = _turned(qkv_ptr + H * D, cos_D, sin_D, d_D, D, ROPE).to(keys_ptr.dtype.element_ty)
-    v_D = tl.load(qkv_ptr + 2 * H * D + d_D, mask=in_D, other=0.0)
-    v_D = v_D.to(values_ptr.dtype.element_ty)
-    kept_D = d_D < tl.where(slot < slots, D, 0)  # a token too many is lost, and nothing else
-    tl.store(keys_ptr + slot.to(tl.int64) * key_slot + d_D, k_D, mask=kept_D)
-    tl.store(values_ptr + slot.to(tl.int64) * value_slot + d_D, v_D, mask=kept_D)
-    own = capped(tl.sum(k_D.to(tl.float32) * q_D, axis=0), cap, CAPPED)
-    q_D = handed_on(q_D, BK)
-
-    m_N = tl.full([BN], LOWEST, tl.float32)
-    l_N = tl.zeros([BN], tl.float32)
-    o_ND = tl.zeros([BN, BK], tl.float32)
-    if LONG:
-        # Every row n has a softmax of its own over the keys that pass it, so that threads exchange
-        # nothing but scores until the end.
-        for start in tl.range(AHEAD * BN, slots, BN, num_stages=STAGES):
-            at_N = start + n_N
-            counts_N = (at_N < length) & (at_N != slot)
-            k_ND = block(keys_ptr, at_N, counts_N, d_D, key_slot, D, ".cg")
-            v_ND = block(values_ptr, at_N, counts_N, d_D, value_slot, D, ".cg")
-            s_N = _scores(k_ND, q_D, counts_N, cap, CAPPED)
-            top_N = tl.maximum(m_N, s_N)
-            shrink_N, p_N = tl.exp2(m_N - top_N), tl.exp2(s_N - top_N)
-            m_N, l_N = top_N, l_N * shrink_N + p_N
-            o_ND = o_ND * shrink_N[:, None] + p_N[:, None] * v_ND.to(tl.float32)
-    scores, top_N = (), m_N
-    for n in tl.static_range(AHEAD):
-        at_N = n * BN + n_N
-        counts_N = (at_N < length) & (at_N != slot)
-        scores = scores + (_scores(k_NDs[n], q_D, counts_N, cap, CAPPED),)
-        top_N = tl.maximum(top_N, scores[n])
-    m = tl.maximum(tl.max(top_N, axis=0), own)
-    if LONG:
-        weight_N = tl.exp2(m_N - m)
-        l_N, o_ND = l_N * weight_N, o_ND * weight_N[:, None]
-    for n in tl.static_range(AHEAD):
-        p_N = tl.exp2(scores[n] - m)
-        l_N += p_N
-        o_ND += p_N[:, None] * _counted(v_NDs[n], scores[n])
-    own = tl.exp2(own - m)
-    total = tl.sum(l_N, axis=0) + own
-    local_D = tl.sum(o_ND, axis=0) + own * v_D.to(tl.float32)
-    log_sum = (m + tl.log2(total)) * LN_2
-    share = tl.where(outside, tl.sigmoid(log_sum - rest), 1.0)
-    local_D *= share / total
-    y_ptr += pid.to(tl.int64) * D
+    others, _ = recur(  # waits its turn
+        cell, qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr,
+        state_ptr, norm_weight_ptr, gate_ptr, scale, eps, beta_factor, qkv_row, beta_row,
+        decay_row, gate_row, H, D, D, W, SILU, GATE_FN, NORM_EPS, BK, BV, BW, BLOCKS, SINGLY,
+        False, OVERLAP,
+    )  # fmt: skip
+    local_D, left = attend(
+        k_NDs, v_NDs, slot, length, outside, cos_D, sin_D, qkv_ptr + row * qkv_row + head * D,
+        keys_ptr, values_ptr, rest_ptr + row * rest_row + head, factor, cap, slots, key_slot,
+        value_slot, d_D, H, D, cos_ptr is not None, CAPPED, BK, BN, AHEAD, LONG, STAGES,
+    )  # fmt: skip
+    y_ptr += cell.to(tl.int64) * D
     for n in tl.static_range(BLOCKS):
         n_V = n * BV + tl.arange(0, BV)
         local_V = local_D if BLOCKS == 1 else tl.gather(local_D, n_V, 0)
-        y_V = local_V + (1 - share) * others[n]
+        y_V = local_V + left * others[n]
         tl.store(y_ptr + n_V, y_V.to(y_ptr.dtype.element_ty), mask=n_V < D)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def apart_kernel(
+    qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr, rate_bias_ptr, state_ptr,
+    norm_weight_ptr, gate_ptr, scale, eps, beta_factor, qkv_row, beta_row, decay_row, gate_row,
+    keys_ptr, values_ptr, slot_ptr, length_ptr, outside_ptr, rest_ptr, cos_ptr, sin_ptr, y_ptr,
+    factor, cap, slots, key_row, key_head, key_slot, value_row, value_head, value_slot, rest_row,
+    H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
+    GATE_FN: tl.constexpr, NORM_EPS: tl.constexpr, CAPPED: tl.constexpr,
+    arrived_ptr, other_ptr, local_ptr, left_ptr,
+    BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr, BLOCKS: tl.constexpr,
+    SINGLY: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, LONG: tl.constexpr,
+    STAGES: tl.constexpr, FETCH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The recurrence's programs come first: with a window of 128 they move more."""
+    let_go(OVERLAP)
+    cells = tl.num_programs(0) // 2
+    cell = tl.program_id(0) % cells
+    row, head, d_D = (cell // H).to(tl.int64), cell % H, tl.arange(0, BK)
+    first = cell.to(tl.int64) * D
+    if tl.program_id(0) < cells:
+        others, new = recur(  # waits its turn
+            cell, qkv_ptr, weight_ptr, history_ptr, beta_ptr, decay_ptr, log_rate_ptr,
+            rate_bias_ptr, state_ptr, norm_weight_ptr, gate_ptr, scale, eps, beta_factor, qkv_row,
+            beta_row, decay_row, gate_row, H, D, D, W, SILU, GATE_FN, NORM_EPS, BK, BV, BW, BLOCKS,
+            SINGLY, True, OVERLAP,
+        )  # fmt: skip
+        for n in tl.static_range(BLOCKS):
+            n_V = n * BV + tl.arange(0, BV)
+            tl.store(other_ptr + first + n_V, others[n], mask=n_V < D)
+        last = is_last(arrived_ptr + cell, 2)
+        # Behind the count, which waits until whatever was written before it is there.
+        keep(state_ptr, new, cell, D, D, BK, BV, BLOCKS)
+    else:
+        keys_ptr += row * key_row + head.to(tl.int64) * key_head
+        values_ptr += row * value_row + head.to(tl.int64) * value_head
+        k_NDs, v_NDs, slot, length, outside, cos_D, sin_D = read_ahead(
+            row, keys_ptr, values_ptr, slot_ptr, length_ptr, outside_ptr, cos_ptr, sin_ptr, slots,
+            key_slot, value_slot, d_D, D, BN, AHEAD, FETCH, OVERLAP,
+        )  # fmt: skip
+        take_turn(OVERLAP)
+        local_D, left = attend(
+            k_NDs, v_NDs, slot, length, outside, cos_D, sin_D, qkv_ptr + row * qkv_row + head * D,
+            keys_ptr, values_ptr, rest_ptr + row * rest_row + head, factor, cap, slots, key_slot,
+            value_slot, d_D, H, D, cos_ptr is not None, CAPPED, BK, BN, AHEAD, LONG, STAGES,
+        )  # fmt: skip
+        tl.store(local_ptr + first + d_D, local_D, mask=d_D < D)
+        tl.store(left_ptr + cell, left)
+        last = is_last(arrived_ptr + cell, 2)
+    # Both parts are read again, its own too: so the sum does not depend on who is last.
+    if last:
+        in_D = d_D < D
+        local_D = tl.load(local_ptr + first + d_D, mask=in_D, cache_modifier=".cg")
+        other_D = tl.load(other_ptr + first + d_D, mask=in_D, cache_modifier=".cg")
+        y_D = local_D + tl.load(left_ptr + cell, cache_modifier=".cg") * other_D
+        tl.store(y_ptr + first + d_D, y_D.to(y_ptr.dtype.element_ty), mask=in_D)

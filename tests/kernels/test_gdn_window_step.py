@@ -38,9 +38,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def inputs(
     shape: tuple[int, ...], seen: int, dtype: torch.dtype = torch.float32, rope: bool = True,
-    cap: float | None = None, device: str = DEVICE,
+    cap: float | None = None, device: str = DEVICE, apart: bool = False,
 ) -> tuple[Ring, dict[str, Any]]:  # fmt: skip
-    """Row b has seen ``seen + b`` tokens; slots that none of them has filled are NaN."""
+    """Row b has seen ``seen + b`` tokens; slots that none of them has filled are NaN.
+
+    ``apart``: with room to count in, so that recurrence and window may be two programs.
+    """
     batch, heads, width, taps, slots = shape
     # Far from the seeds of gdn_case: with as many slots as channels the sums are the same, and keys
     # that are the queries have scores whose exponentials no fp16 holds.
@@ -60,6 +63,7 @@ def inputs(
         keys, values, seen_B % slots, (seen_B + 1).clamp(max=slots), seen_B >= slots,
         2 * normal(batch, heads + 3)[:, 1:-2], scale=width**-0.5, soft_cap=cap,
         cos_BD=angle_BD.cos() if rope else None, sin_BD=angle_BD.sin() if rope else None,
+        arrivals_BH=keys.new_zeros(batch, heads, dtype=torch.int32) if apart else None,
     )  # fmt: skip
     return ring, gdn_case.inputs((batch, heads, width, width, taps), dtype, device)
 
@@ -110,6 +114,7 @@ def run(ring: Ring, given: dict[str, Any]) -> dict[str, Tensor]:
     ring = with_tensors(ring, Tensor.clone)
     given = {name: value.clone() for name, value in given.items()}
     y = gdn_window_step(ring, **_named(given), eps=EPS)
+    assert ring.arrivals_BH is None or not ring.arrivals_BH.any()
     found = {"y": y, "state": given["state_BHKV"], "keys": ring.keys_BHSD}
     found |= {"values": ring.values_BHSD}
     return found | ({"history": given["conv_history_BCP"]} if "conv_history_BCP" in given else {})
@@ -148,22 +153,34 @@ BEFORE = {  # tokens that the first row has seen, by the number of slots
 }
 
 
+@pytest.fixture(params=[False, True], ids=["one", "two"])
+def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether there is room for two programs a row and head, which then run, also of many rows."""
+    if request.param:
+        triton = pytest.importorskip("ltconvert.kernels.gdn_window_step.triton")
+        monkeypatch.setattr(triton, "APART", {"single": True, "several": True})
+    return request.param
+
+
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_output_state_history_and_ring(
-    backend: str, shape: tuple[int, ...], dtype: torch.dtype, before: str
+    backend: str, shape: tuple[int, ...], dtype: torch.dtype, before: str, apart: bool
 ) -> None:
-    found = parity(*inputs(shape, BEFORE[before](shape[-1]), dtype), dtype)
+    given = inputs(shape, BEFORE[before](shape[-1]), dtype, apart=apart)
+    found = parity(*given, dtype)
     assert found["y"].dtype == found["keys"].dtype == dtype
+    again = run(*given)
+    assert all(torch.equal(x.nan_to_num(), again[k].nan_to_num()) for k, x in found.items())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rope", "cap"), [(False, None), (True, 2.0)])
 def test_no_positions_and_a_soft_cap(
-    backend: str, rope: bool, cap: float | None, dtype: torch.dtype
+    backend: str, rope: bool, cap: float | None, dtype: torch.dtype, apart: bool
 ) -> None:
-    parity(*inputs(SHAPES[0], 3, dtype, rope, cap), dtype)
+    parity(*inputs(SHAPES[0], 3, dtype, rope, cap, apart=apart), dtype)
 
 
 @pytest.mark.parametrize("before", ["half", "round"])
@@ -175,7 +192,9 @@ def test_exponentials_of_scores_and_rest_may_overflow(backend: str, before: str)
 
 @pytest.mark.parametrize("before", ["half", "round"])
 @needs_triton
-def test_windows_and_heads_of_many_blocks(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_and_heads_of_many_blocks(
+    before: str, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 16 slots, and of 16 columns."""
     from ltconvert.kernels.gdn_window_step import triton
 
@@ -184,8 +203,31 @@ def test_windows_and_heads_of_many_blocks(before: str, monkeypatch: pytest.Monke
     plan = triton._plan(33, 1, 75, 4, True, 16)
     assert plan["LONG"] and plan["BLOCKS"] == 3
     with dispatch.use("triton"):
-        parity(*inputs((2, 1, 33, 0, 75), BEFORE[before](75), rope=False))
+        parity(*inputs((2, 1, 33, 0, 75), BEFORE[before](75), rope=False, apart=apart))
     triton._plan.cache_clear()
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", SHAPES[:1] + SHAPES[4:7])
+def test_the_output_does_not_depend_on_who_is_last(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts that begin at 1 make last whoever comes first, with the other's part of before."""
+    from ltconvert.kernels.gdn_window_step import triton
+
+    monkeypatch.setattr(triton, "APART", {"single": True, "several": True})
+    ring, given = inputs(shape, 2 * shape[-1], apart=True)
+    assert ring.arrivals_BH is not None
+    _, *parts = triton._room(given["gate_BHV"], None)
+    monkeypatch.setattr(triton, "_room", lambda y_BHD, arrivals_BH: (arrivals_BH, *parts))
+    with dispatch.use("triton"):
+        want = run(ring, given)
+        copies = {name: value.clone() for name, value in _named(given).items()}
+        ring = with_tensors(ring, Tensor.clone)
+        first = replace(ring, arrivals_BH=torch.ones_like(ring.arrivals_BH))
+        y = gdn_window_step(first, **copies, eps=EPS)
+    assert torch.equal(y, want["y"]) and torch.equal(copies["state_BHDD"], want["state"])
+    assert first.arrivals_BH is not None and (first.arrivals_BH == 1).all()
 
 
 def test_steps_follow_each_other_round_the_ring(backend: str) -> None:
@@ -242,22 +284,26 @@ def test_fp64_in_the_reference() -> None:
     torch.testing.assert_close(filled(found, ring), filled(want, ring))
 
 
-def test_no_rows(backend: str) -> None:
-    assert run(*inputs((0, 2, 6, 4, 5), 3))["y"].shape == (0, 2, 6)
+def test_no_rows(backend: str, apart: bool) -> None:
+    assert run(*inputs((0, 2, 6, 4, 5), 3, apart=apart))["y"].shape == (0, 2, 6)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("shape", [(1, 16, 128, 4, 128), (2, 16, 128, 4, 512)])
-def test_a_cuda_graph_takes_it(shape: tuple[int, ...]) -> None:
-    ring, given = inputs(shape, 700, torch.bfloat16)
-    want = run(ring, given)
+def test_a_cuda_graph_takes_it(shape: tuple[int, ...], apart: bool) -> None:
+    """Every replay gives what a call on copies gives, bit for bit."""
+    ring, given = inputs(shape, 700, torch.bfloat16, apart=apart)
+    run(ring, given)  # compiled
     live, moved = with_tensors(ring, Tensor.clone), {k: v.clone() for k, v in given.items()}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = gdn_window_step(live, **_named(moved), eps=EPS)
-    graph.replay()
-    assert torch.equal(y, want["y"]) and torch.equal(moved["state_BHKV"], want["state"])
-    assert torch.equal(live.keys_BHSD, want["keys"])
+    for _ in range(50):
+        want = run(live, moved)
+        graph.replay()
+        assert torch.equal(y, want["y"]) and torch.equal(moved["state_BHKV"], want["state"])
+        assert torch.equal(live.keys_BHSD, want["keys"])
+    assert live.arrivals_BH is None or not live.arrivals_BH.any()
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -274,6 +320,8 @@ def test_wrong_arguments_are_named() -> None:
         call(outside_B=ring.lengths_B)
     with pytest.raises(ValueError, match="cos and sin go together"):
         call(sin_BD=None)
+    with pytest.raises(ValueError, match=r"arrivals must be int32 \[3, 2\] and contiguous"):
+        call(arrivals_BH=ring.lengths_B)
     with pytest.raises(ValueError, match="no gradient"):
         call(rest_BH=ring.rest_BH.requires_grad_())
     with pytest.raises(ValueError, match=r"qkv must be \[3, 36\]"):

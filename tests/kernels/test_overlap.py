@@ -129,7 +129,10 @@ class Chain:
         keys, values = (layer["window"] if linear else layer["cache"]).unbind(0)
         size, scale = keys.shape[2], self.D**-0.5
         if linear:
-            ring = Ring(keys, values, slots[size], used[size], self.outside, rest, scale=scale)
+            ring = Ring(
+                keys, values, slots[size], used[size], self.outside, rest, scale=scale,
+                arrivals_BH=self.arrivals,
+            )  # fmt: skip
             o = gdn_window_step(
                 ring, qkv, beta, decay, *layer["rate"], layer["state"], layer["gain"],
                 gate.unflatten(1, (self.H, self.D)), eps=1e-5, conv_weight_CW=layer["taps"],
