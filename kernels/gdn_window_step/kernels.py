@@ -50,7 +50,7 @@ def window_step_kernel(
     local_D, left = attend(
         k_NDs, v_NDs, slot, length, outside, cos_D, sin_D, qkv_ptr + row * qkv_row + head * D,
         keys_ptr, values_ptr, rest_ptr + row * rest_row + head, factor, cap, slots, key_slot,
-        value_slot, d_D, H, D, cos_ptr is not None, CAPPED, BK, BN, AHEAD, LONG, STAGES,
+        value_slot, d_D, H, D, cos_ptr is not None, CAPPED, BK, BN, AHEAD, LONG, STAGES, True,
     )  # fmt: skip
     y_ptr += cell.to(tl.int64) * D
     for n in tl.static_range(BLOCKS):
@@ -103,7 +103,7 @@ def apart_kernel(
         local_D, left = attend(
             k_NDs, v_NDs, slot, length, outside, cos_D, sin_D, qkv_ptr + row * qkv_row + head * D,
             keys_ptr, values_ptr, rest_ptr + row * rest_row + head, factor, cap, slots, key_slot,
-            value_slot, d_D, H, D, cos_ptr is not None, CAPPED, BK, BN, AHEAD, LONG, STAGES,
+            value_slot, d_D, H, D, cos_ptr is not None, CAPPED, BK, BN, AHEAD, LONG, STAGES, False,
         )  # fmt: skip
         tl.store(local_ptr + first + d_D, local_D, mask=d_D < D)
         tl.store(left_ptr + cell, left)

@@ -54,6 +54,14 @@ def _counted(v_ND, s_N):
 
 
 @triton.jit
+def _joined(m, l, o, m2, l2, o2):  # noqa: E741
+    """Two softmaxes in one: maximum, the weights' sum, and the output times that."""
+    top = tl.maximum(m, m2)
+    weight, weight2 = tl.exp2(m - top), tl.exp2(m2 - top)
+    return top, l * weight + l2 * weight2, o * weight + o2 * weight2
+
+
+@triton.jit
 def read_ahead(
     row, keys_ptr, values_ptr, slot_ptr, length_ptr, outside_ptr, cos_ptr, sin_ptr,
     slots, key_slot, value_slot, d_D,
@@ -83,10 +91,12 @@ def attend(
     factor, cap, slots, key_slot, value_slot, d_D,
     H: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, CAPPED: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr, AHEAD: tl.constexpr, LONG: tl.constexpr, STAGES: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     """The window's output [D] times its share of the softmax, and the share of what lies outside.
 
     Key and value are written into the ring. LONG: it has more than AHEAD blocks.
+    FULL: registers are; without that, threads read what they need of the query for themselves.
     """
     n_N, in_D = tl.arange(0, BN), d_D < D
     rest = tl.load(rest_ptr).to(tl.float32)
@@ -99,14 +109,15 @@ def attend(
     tl.store(keys_ptr + slot.to(tl.int64) * key_slot + d_D, k_D, mask=kept_D)
     tl.store(values_ptr + slot.to(tl.int64) * value_slot + d_D, v_D, mask=kept_D)
     own = capped(tl.sum(k_D.to(tl.float32) * q_D, axis=0), cap, CAPPED)
-    q_D = handed_on(q_D, BK)
+    if FULL:
+        q_D = handed_on(q_D, BK)
 
+    # Every row n has a softmax of its own over the keys that pass it, so that threads exchange
+    # nothing but scores until the end.
     m_N = tl.full([BN], LOWEST, tl.float32)
     l_N = tl.zeros([BN], tl.float32)
     o_ND = tl.zeros([BN, BK], tl.float32)
     if LONG:
-        # Every row n has a softmax of its own over the keys that pass it, so that threads exchange
-        # nothing but scores until the end.
         for start in tl.range(AHEAD * BN, slots, BN, num_stages=STAGES):
             at_N = start + n_N
             counts_N = (at_N < length) & (at_N != slot)
@@ -123,17 +134,19 @@ def attend(
         counts_N = (at_N < length) & (at_N != slot)
         scores = scores + (_scores(k_NDs[n], q_D, counts_N, cap, CAPPED),)
         top_N = tl.maximum(top_N, scores[n])
-    m = tl.maximum(tl.max(top_N, axis=0), own)
     if LONG:
-        weight_N = tl.exp2(m_N - m)
-        l_N, o_ND = l_N * weight_N, o_ND * weight_N[:, None]
+        shrink_N = tl.exp2(m_N - top_N)
+        l_N, o_ND = l_N * shrink_N, o_ND * shrink_N[:, None]
     for n in tl.static_range(AHEAD):
-        p_N = tl.exp2(scores[n] - m)
+        p_N = tl.exp2(scores[n] - top_N)
         l_N += p_N
         o_ND += p_N[:, None] * _counted(v_NDs[n], scores[n])
-    own = tl.exp2(own - m)
-    total = tl.sum(l_N, axis=0) + own
-    local_D = tl.sum(o_ND, axis=0) + own * v_D.to(tl.float32)
+    # One exchange for all three, though each channel then has the same maximum and sum.
+    m_ND = tl.broadcast_to(top_N[:, None], [BN, BK])
+    l_ND = tl.broadcast_to(l_N[:, None], [BN, BK])
+    m_D, l_D, o_D = tl.reduce((m_ND, l_ND, o_ND), 0, _joined)
+    m, total = tl.max(m_D, axis=0), tl.max(l_D, axis=0)
+    m, total, local_D = _joined(m, total, o_D, own, 1.0, v_D.to(tl.float32))
     log_sum = (m + tl.log2(total)) * LN_2
     share = tl.where(outside, tl.sigmoid(log_sum - rest), 1.0)
     return local_D * (share / total), 1 - share

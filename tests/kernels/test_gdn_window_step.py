@@ -171,8 +171,9 @@ def test_output_state_history_and_ring(
     given = inputs(shape, BEFORE[before](shape[-1]), dtype, apart=apart)
     found = parity(*given, dtype)
     assert found["y"].dtype == found["keys"].dtype == dtype
-    again = run(*given)
-    assert all(torch.equal(x.nan_to_num(), again[k].nan_to_num()) for k, x in found.items())
+    if apart:
+        again = run(*given)
+        assert all(torch.equal(x.nan_to_num(), again[k].nan_to_num()) for k, x in found.items())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
