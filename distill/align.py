@@ -9,9 +9,12 @@ layer add up over its visits.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -21,10 +24,13 @@ from ltconvert.convert.mixers import SequenceContext
 from ltconvert.convert.students.blocks import DecoderLayer, show_layer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.calibrate import calibrate
+from ltconvert.distill.compilation import choose
 from ltconvert.distill.data import Batch
 from ltconvert.distill.losses import contribution_loss
 from ltconvert.distill.objective import Wrap
+from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.parking import Parking
+from ltconvert.distill.processes import rank_and_world
 from ltconvert.distill.resume import clean_up
 from ltconvert.distill.stage import StageInputs, StageResult
 from ltconvert.distill.trainer import TrainResult
@@ -82,6 +88,22 @@ class AlignObjective:
     def work(self, progress: float) -> Hashable | None:
         """The same in all steps."""
         return ()
+
+    def rehearse(self, batch: Batch) -> None:
+        """Both passes of one layer of each make, uncompiled; no gradient is kept."""
+        mixers = self.module.config.mixers
+        firsts = sorted({mixers[i]: i for i in reversed(self.layers)}.values())
+        part = copy.copy(self)
+        part.layers, part._show, part._error = firsts, show_layer, mixer_error
+        part.end_slot = (
+            next(s.slot for s in self.teacher.model.schedule if s.layer == firsts[-1]) + 1
+        )
+        trained = [p for group in part.parameter_groups() for p in group["params"]]
+
+        def backward(loss: Tensor) -> None:
+            torch.autograd.grad(loss, trained, allow_unused=True)
+
+        part.train_step(batch, backward, 0.0)
 
     def train_step(
         self, batch: Batch, backward: Callable[[Tensor], None], progress: float
@@ -199,4 +221,37 @@ def _train_group(
         batches = [batch.to(inputs.device) for batch in rows]
         with inputs.autocast():
             calibrate(inputs.teacher.model, inputs.student, batches, layers)
-    return inputs.train(objective, settings, folder, name)
+    with rehearsing(objective, settings, inputs):
+        return inputs.train(objective, settings, folder, name)
+
+
+@contextmanager
+def rehearsing(
+    objective: AlignObjective, settings: AlignSettings, inputs: StageInputs
+) -> Iterator[None]:
+    """Meanwhile, in a thread, run what the first step of a compiled stage comes to last.
+
+    Triton compiles a kernel where it is first launched, those of a backward pass one after the
+    other once PyTorch's compiler is done with the layer. The thread has them compiled by then.
+    """
+    device, steps = inputs.device, plan_steps(settings, rank_and_world()[1]).steps
+    runtime = inputs.recipe.runtime
+    if device.type != "cuda" or not choose(runtime.compile, device, steps).compiled:
+        yield
+        return
+
+    def rehearse() -> None:
+        shape = settings.rows_at_once, settings.seq_len_tokens
+        ids_BT = torch.zeros(shape, dtype=torch.int64)
+        segments_BT, keep_BT = ids_BT.int(), ids_BT == 0
+        batch = Batch(ids_BT, segments_BT, ids_BT, keep_BT).to(device)
+        # The stage runs into whatever goes wrong here by itself, and says so.
+        with suppress(Exception), torch.cuda.device(device), inputs.autocast():
+            objective.rehearse(batch)
+
+    thread = Thread(target=rehearse, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
