@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ltconvert.convert.decode_layers import ACTIVATIONS, Now, attended, norm_of, recurred, windowed
+from ltconvert.convert.decode_layers import (
+    ACTIVATIONS,
+    Now,
+    Stream,
+    attended,
+    norm_of,
+    recurred,
+    windowed,
+)
 from ltconvert.convert.decode_weights import join
 from ltconvert.convert.mixers.gdn_window import WindowedGatedDeltaNet
 from ltconvert.convert.students.dreamer.depth import DepthAttention
@@ -165,11 +173,11 @@ class DreamerStep:
     def __init__(self, layer: DreamerLayer, step: Step, parts: Parts) -> None:
         self.layer, self.place, self.parts = layer, place_of(layer, step), parts
 
-    def __call__(self, h_BC: Tensor, cache_layer: Any, now: Now) -> Tensor:
-        """The residual stream [B, C] -> [B, C]."""
+    def __call__(self, stream: Stream, cache_layer: Any, now: Now, behind: None) -> Stream:
+        """See ``LayerStep``; no norm behind it is known."""
         visit = TokenVisit(**self.place, parts=self.parts, cache_layer=cache_layer, now=now)
-        h_B1C, _ = self.layer(h_BC[:, None], visit)
-        return h_B1C[:, 0]
+        h_B1C, _ = self.layer(stream.h_BC[:, None], visit)
+        return Stream(h_B1C[:, 0])
 
 
 def dreamer_steps(layer: DreamerLayer, schedule: Sequence[Step], rows: int) -> list[DreamerStep]:

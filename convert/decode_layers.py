@@ -9,7 +9,7 @@ B rows, C hidden width, R rows of a joined weight, M channels of the heads toget
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ltconvert.convert.teachers.spec import TeacherSpec
 from ltconvert.kernels.decode_attention import decode_self_attention
 from ltconvert.kernels.decode_heads import decode_heads
 from ltconvert.kernels.decode_linear import GateActivation, decode_linear
-from ltconvert.kernels.decode_norm import decode_norm
+from ltconvert.kernels.decode_norm import decode_norm, decode_norms
 from ltconvert.kernels.gdn_window_step import Ring
 
 if TYPE_CHECKING:
@@ -60,6 +60,51 @@ class Now(Place):
     depth: DepthNow | None = None
 
 
+class Stream(NamedTuple):
+    """The residual stream [B, C], and the norm that reads it next where that is made already."""
+
+    h_BC: Tensor
+    ready_BC: Tensor | None = None
+
+    def product(
+        self,
+        weight_RC: Tensor,
+        bias_R: Tensor | None,
+        norm: nn.Module,
+        *,
+        swiglu: bool = False,
+        activation: GateActivation = "silu",
+    ) -> Tensor:
+        """linear(norm(stream)), see ``decode_linear``."""
+        ready = self.ready_BC is not None
+        return decode_linear(
+            self.h_BC if self.ready_BC is None else self.ready_BC, weight_RC, bias_R,
+            swiglu=swiglu, activation=activation, **({} if ready else norm_of(norm)),
+        )  # fmt: skip
+
+    def add(
+        self, x_BM: Tensor, linear: nn.Linear, layer: DecoderLayer, norm: nn.Module,
+        behind: nn.Module | None,
+    ) -> Stream:  # fmt: skip
+        """With norm(linear(x)) added, or of an outer norm, norm(stream + linear(x)).
+
+        What ``behind`` makes of it comes out of the same launch as a norm.
+        """
+        given = x_BM, linear.weight, linear.bias
+        if not isinstance(norm, RMSNorm):
+            return Stream(decode_linear(*given, residual_BO=self.h_BC))
+        y_BC = decode_linear(*given, residual_BO=self.h_BC if layer.outer else None)
+        rest_BC = None if layer.outer else self.h_BC
+        if not isinstance(behind, RMSNorm):
+            return Stream(decode_norm(y_BC, norm.weight, rest_BC, eps=norm.eps, offset=norm.offset))
+        return Stream(
+            *decode_norms(
+                y_BC, norm.weight, rest_BC, behind.weight, eps=norm.eps, offset=norm.offset,
+                next_eps=behind.eps, next_offset=behind.offset,
+            )
+        )  # fmt: skip
+
+
 class LayerStep:
     """One layer; what differs by mixer is ``mix``."""
 
@@ -70,22 +115,23 @@ class LayerStep:
         self.sizes = [linear.out_features for linear in projections]
         self.gate_up = join([layer.mlp.gate_proj, layer.mlp.up_proj])
 
-    def __call__(self, h_BC: Tensor, cache_layer: Any, now: Now) -> Tensor:
-        """The residual stream [B, C] -> [B, C]."""
-        layer = self.layer
-        y_BR = decode_linear(h_BC, self.weight, self.bias, **norm_of(layer.pre_mixer_norm))
+    def __call__(
+        self, stream: Stream, cache_layer: Any, now: Now, behind: nn.Module | None
+    ) -> Stream:
+        """The residual stream in front of the layer -> behind it, ready for the norm ``behind``."""
+        layer, before_BC = self.layer, stream.h_BC
+        y_BR = stream.product(self.weight, self.bias, layer.pre_mixer_norm)
         if now.kept is not None:
             now.kept[self] = y_BR
-        o_BM, before_BC = self.mix(y_BR, cache_layer, now), h_BC
-        h_BC = _add(o_BM, layer.mixer.o_proj, layer.post_mixer_norm, h_BC, outer=layer.outer)
+        o_BM, linear = self.mix(y_BR, cache_layer, now), layer.mixer.o_proj
+        stream = stream.add(o_BM, linear, layer, layer.post_mixer_norm, layer.pre_mlp_norm)
         if now.depth is not None:
-            now.depth.leave(layer, before_BC, h_BC)
+            now.depth.leave(layer, before_BC, stream.h_BC)
         activation = ACTIVATIONS.get(layer.mixer.spec.hidden_act)
         if activation is None:
-            return layer.with_mlp(h_BC, layer.mlp_branch(h_BC))
-        norm = norm_of(layer.pre_mlp_norm)
-        m_BI = decode_linear(h_BC, *self.gate_up, swiglu=True, activation=activation, **norm)
-        return _add(m_BI, layer.mlp.down_proj, layer.post_mlp_norm, h_BC, outer=layer.outer)
+            return Stream(layer.with_mlp(stream.h_BC, layer.mlp_branch(stream.h_BC)))
+        m_BI = stream.product(*self.gate_up, layer.pre_mlp_norm, swiglu=True, activation=activation)
+        return stream.add(m_BI, layer.mlp.down_proj, layer, layer.post_mlp_norm, behind)
 
     def mix(self, y_BR: Tensor, cache_layer: Any, now: Now) -> Tensor:
         """All projections of the token -> what the output projection reads, [B, M]."""
@@ -148,19 +194,9 @@ class WindowedGatedDeltaNetStep(LinearStep):
         return windowed(qkv_BM, others, self.layer.mixer, cache_layer, now)
 
 
-def _add(
-    x_BM: Tensor, linear: nn.Linear, norm: nn.Module, residual_BC: Tensor, *, outer: bool
-) -> Tensor:
-    """residual + norm(linear(x)), or with ``outer`` norm(residual + linear(x)); [B, C]."""
-    if outer or not isinstance(norm, RMSNorm):
-        h_BC = decode_linear(x_BM, linear.weight, linear.bias, residual_BO=residual_BC)
-        return normed(h_BC, norm) if isinstance(norm, RMSNorm) else h_BC
-    return normed(decode_linear(x_BM, linear.weight, linear.bias), norm, residual_BC)
-
-
-def normed(x_BC: Tensor, norm: RMSNorm, residual_BC: Tensor | None = None) -> Tensor:
-    """residual + norm(x), [B, C]."""
-    return decode_norm(x_BC, norm.weight, residual_BC, eps=norm.eps, offset=norm.offset)
+def normed(x_BC: Tensor, norm: RMSNorm) -> Tensor:
+    """A norm by itself, [B, C]."""
+    return decode_norm(x_BC, norm.weight, eps=norm.eps, offset=norm.offset)
 
 
 def norm_of(norm: nn.Module) -> dict[str, Any]:

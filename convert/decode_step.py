@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ltconvert.convert.decode_depth import DepthNow, MixtureOfDepthsStep
 from ltconvert.convert.decode_dreamer import DreamerStep, dreamer_steps
@@ -18,6 +19,7 @@ from ltconvert.convert.decode_layers import (
     LayerStep,
     LinearStep,
     Now,
+    Stream,
     WindowedGatedDeltaNetStep,
     norm_of,
     normed,
@@ -61,6 +63,7 @@ class Step:
         self.exits = leaving(model.model, exit_threshold) is not None
         self.exit_threshold = exit_threshold
         self.layers: Sequence[LayerStep | DreamerStep] = _layer_steps(model, cache.batch)
+        self.behind = _norms_behind(model.model.schedule, self.layers)
         # A Dreamer may go on behind the visit that closed its only loop.
         self.closing = [visit for visit in model.model.schedule if visit.closes_loop][-1]
         kinds = [layer for layer in cache.layers if isinstance(layer, StaticKeys)]
@@ -90,7 +93,8 @@ class Step:
         now = self._now(kept if self.exits else None)
         # Behind `now`: what is launched here ends what kernels of the layers may not wait for.
         h_BC = loop_in_BC = prelude_BC = decoder.embed(token_B)
-        for visit in decoder.schedule:
+        ready_BC: Tensor | None = None
+        for visit, behind in zip(decoder.schedule, self.behind, strict=True):
             layer, cache_layer = self.layers[visit.slot], self.cache.layers[visit.slot]
             if left and visit.layer in core:
                 layer = seen[visit.layer]
@@ -104,7 +108,8 @@ class Step:
                 loop_in_BC = h_BC
             if now.depth is not None:
                 now.depth.turn(visit.slot)
-            h_BC, seen[visit.layer] = layer(h_BC, cache_layer, now), layer
+            h_BC, ready_BC = layer(Stream(h_BC, ready_BC), cache_layer, now, behind)
+            seen[visit.layer] = layer
             if visit.closes_loop and decoder.loop_residual is not None:
                 h_BC = h_BC + decoder.loop_residual[visit.loop].to(h_BC.dtype) * loop_in_BC
             if visit.closes_loop:
@@ -168,6 +173,18 @@ def _layer_steps(model: LT2ForCausalLM, rows: int) -> Sequence[LayerStep | Dream
             layer = inner.layers[visit.layer]
             steps[key] = layer_step(layer if loops == 1 else in_loop(layer, visit.loop))
         found.append(steps[key])
+    return found
+
+
+def _norms_behind(
+    schedule: Sequence[Visit], layers: Sequence[LayerStep | DreamerStep]
+) -> list[nn.Module | None]:
+    """By visit, the norm that reads its stream next; None where something else does."""
+    found: list[nn.Module | None] = [None] * len(schedule)
+    for index, (visit, following) in enumerate(pairwise(schedule)):
+        layer = layers[following.slot].layer
+        if not visit.closes_loop and not following.opens_loop and isinstance(layer, DecoderLayer):
+            found[index] = layer.pre_mixer_norm
     return found
 
 

@@ -96,7 +96,7 @@ def test_a_step_launches_little_outside_its_layers(monkeypatch: pytest.MonkeyPat
     decoder = Decoder(model, 2, 12)
     advance = decoder.prepare()
     decoder.prefill(tokens(2, 5), [0, 2])
-    decoder.step.layers = [lambda h_BC, *_: h_BC] * len(decoder.step.layers)
+    decoder.step.layers = [lambda stream, *_: stream] * len(decoder.step.layers)
     monkeypatch.setattr(
         decode_step, "decode_linear", lambda h_BC, weight, *_, **__: h_BC @ weight.T
     )

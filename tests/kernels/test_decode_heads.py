@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ltconvert.kernels import dispatch
 from ltconvert.kernels.decode_heads import decode_heads
-from ltconvert.kernels.decode_norm import decode_norm
+from ltconvert.kernels.decode_norm import decode_norm, decode_norms
 from ltconvert.kernels.parity import check, judge
 
 # batch, query heads, key/value heads, slots, width
@@ -77,9 +77,19 @@ def test_norm_and_residual(
         y = x.to(work) / (x.to(work).square().mean(-1, keepdim=True) + EPS).sqrt()
         y = y * (weight.to(work) + OFFSET)
         results.append({"y": y + h.to(work) if residual else y})
-    found = decode_norm(x, weight, h if residual else None, eps=EPS, offset=OFFSET)
+    h = h if residual else None
+    found = decode_norm(x, weight, h, eps=EPS, offset=OFFSET)
     assert found.dtype == dtype
     check(judge(*results, {"y": found}, dtype))
+    next_weight = torch.randn(size[1:], generator=generator).to(DEVICE, dtype)
+    how = {"eps": EPS, "offset": OFFSET, "next_eps": 0.5, "next_offset": -1.0}
+    y, z = decode_norms(x, weight, h, next_weight, **how)
+    assert torch.equal(y, found) and z.dtype == dtype
+    results = []
+    for work in (torch.float64, dtype):  # of what is stored
+        z_of_y = y.to(work) / (y.to(work).square().mean(-1, keepdim=True) + 0.5).sqrt()
+        results.append({"z": z_of_y * (next_weight.to(work) - 1.0)})
+    check(judge(*results, {"z": z}, dtype))
 
 
 def test_fp64_in_the_reference() -> None:
@@ -105,5 +115,8 @@ def test_wrong_arguments_are_named() -> None:
     x, weight = torch.zeros(2, 3, device=DEVICE), torch.zeros(3, device=DEVICE)
     with pytest.raises(ValueError, match=r"\[2, 3\], got \[2\] and None"):
         decode_norm(x, weight[:2], eps=EPS)
+    how = {"eps": EPS, "offset": 0.0, "next_eps": EPS, "next_offset": 0.0}
+    with pytest.raises(ValueError, match=r"\[2, 3\], got \[3\], \[2\] and None"):
+        decode_norms(x, weight, None, weight[:2], **how)
     with pytest.raises(ValueError, match="no gradient"):
         decode_norm(x.requires_grad_(), weight, eps=EPS)
