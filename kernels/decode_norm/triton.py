@@ -9,6 +9,8 @@ from torch import Tensor
 from ltconvert.kernels import overlap
 from ltconvert.kernels.decode_norm.kernels import norm_kernel
 
+CHANNELS = 512  # of a warp, up to 16
+
 
 def decode_norm(
     x_BC: Tensor, weight_C: Tensor, residual_BC: Tensor | None, *, eps: float, offset: float
@@ -42,7 +44,7 @@ def decode_norms(
         norm_kernel[(rows,)](
             x_BC, weight_C.contiguous(), residual_BC, y_BC, next_C, z_BC,
             eps, offset, next_eps, next_offset, C=channels, BC=block,
-            num_warps=max(1, min(16, block // 512)),
+            num_warps=max(1, min(16, block // CHANNELS)),
             **overlap.options(x_BC.device, weight_C, next_weight_C),
         )  # fmt: skip
     return y_BC, z_BC
