@@ -19,7 +19,7 @@ TILE, ELEMENTS = 16384, 32  # as in gdn_step
 # Whether recurrence and window have a program each, given room to count. A row alone leaves most
 # of a GPU idle, several do not.
 APART = {"single": True, "several": False}
-WARPS = {"single": 8, "several": 16, "apart": 8}  # of a program at most, as in gdn_step
+WARPS = {"single": 8, "several": 16, "apart": 4}  # of a program at most, as in gdn_step
 REGISTERS: int | None = None  # as in gdn_step
 SHARE = 2  # blocks of the ring have so many times fewer keys than tiles of the state have columns
 AHEAD_BYTES = 2**15  # of keys that are read before anything else: all of 128 by 128 in bf16
