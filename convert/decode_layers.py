@@ -76,10 +76,9 @@ class Stream(NamedTuple):
         activation: GateActivation = "silu",
     ) -> Tensor:
         """linear(norm(stream)), see ``decode_linear``."""
-        ready = self.ready_BC is not None
+        x_BC, how = (self.h_BC, norm_of(norm)) if self.ready_BC is None else (self.ready_BC, {})
         return decode_linear(
-            self.h_BC if self.ready_BC is None else self.ready_BC, weight_RC, bias_R,
-            swiglu=swiglu, activation=activation, **({} if ready else norm_of(norm)),
+            x_BC, weight_RC, bias_R, swiglu=swiglu, activation=activation, **how
         )  # fmt: skip
 
     def add(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from threading import Thread
@@ -24,13 +23,11 @@ from ltconvert.convert.mixers import SequenceContext
 from ltconvert.convert.students.blocks import DecoderLayer, show_layer
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.calibrate import calibrate
-from ltconvert.distill.compilation import choose
 from ltconvert.distill.data import Batch
 from ltconvert.distill.losses import contribution_loss
 from ltconvert.distill.objective import Wrap
-from ltconvert.distill.optim import plan_steps
 from ltconvert.distill.parking import Parking
-from ltconvert.distill.processes import rank_and_world
+from ltconvert.distill.rehearsal import rehearsing
 from ltconvert.distill.resume import clean_up
 from ltconvert.distill.stage import StageInputs, StageResult
 from ltconvert.distill.trainer import TrainResult
@@ -49,7 +46,12 @@ class AlignObjective:
         teacher: frozen; all its layers run, up to the last one in ``layers``.
         student: built with ``share=True``; only the mixers of ``layers`` train.
         layers: physical layers whose mixers train; those that are full in the student are left out.
+
+    Attributes:
+        rehearsal: the thread that rehearses, if one does, see ``rehearsal``.
     """
+
+    rehearsal: Thread | None = None
 
     def __init__(
         self,
@@ -86,8 +88,12 @@ class AlignObjective:
         self._show, self._error = wrap(show_layer), wrap(mixer_error)
 
     def work(self, progress: float) -> Hashable | None:
-        """The same in all steps."""
-        return ()
+        """The same in all steps; nothing is recorded beside a rehearsal.
+
+        A parameter in the graphs of both has its gradient added up on the stream of the earlier
+        one, which a recording must not wait for.
+        """
+        return None if self.rehearsal is not None and self.rehearsal.is_alive() else ()
 
     def rehearse(self, batch: Batch) -> None:
         """Both passes of one layer of each make, uncompiled; no gradient is kept."""
@@ -223,35 +229,3 @@ def _train_group(
             calibrate(inputs.teacher.model, inputs.student, batches, layers)
     with rehearsing(objective, settings, inputs):
         return inputs.train(objective, settings, folder, name)
-
-
-@contextmanager
-def rehearsing(
-    objective: AlignObjective, settings: AlignSettings, inputs: StageInputs
-) -> Iterator[None]:
-    """Meanwhile, in a thread, run what the first step of a compiled stage comes to last.
-
-    Triton compiles a kernel where it is first launched, those of a backward pass one after the
-    other once PyTorch's compiler is done with the layer. The thread has them compiled by then.
-    """
-    device, steps = inputs.device, plan_steps(settings, rank_and_world()[1]).steps
-    runtime = inputs.recipe.runtime
-    if device.type != "cuda" or not choose(runtime.compile, device, steps).compiled:
-        yield
-        return
-
-    def rehearse() -> None:
-        shape = settings.rows_at_once, settings.seq_len_tokens
-        ids_BT = torch.zeros(shape, dtype=torch.int64)
-        segments_BT, keep_BT = ids_BT.int(), ids_BT == 0
-        batch = Batch(ids_BT, segments_BT, ids_BT, keep_BT).to(device)
-        # The stage runs into whatever goes wrong here by itself, and says so.
-        with suppress(Exception), torch.cuda.device(device), inputs.autocast():
-            objective.rehearse(batch)
-
-    thread = Thread(target=rehearse, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()

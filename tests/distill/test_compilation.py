@@ -16,7 +16,6 @@ from helpers import scatter, tiny_model, tiny_spec, tokens
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
-from triton.runtime.interpreter import GridExecutor
 
 from ltconvert.convert.students.blocks import run_layer
 from ltconvert.convert.students.dreamer.pools import attend
@@ -287,28 +286,3 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(choose("auto", gpu, 5)) == "layers not compiled (5 steps are too few)"
     monkeypatch.setattr(compilation, "find_spec", lambda name: None)
     assert "triton is not installed" in str(choose("auto", gpu, 10_000))
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
-@pytest.mark.parametrize("mixers", [["gdn_window", "gdn_window"], ["gdn", "full", "kda", "gdn"]])
-def test_a_rehearsal_launches_what_a_step_does_and_changes_nothing(
-    mixers: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched: set[tuple[str, str]] = set()
-    launch = GridExecutor.__call__
-
-    def noted(self: GridExecutor, *given: Any, **constants: Any) -> None:
-        launched.add((self.fn.__name__, str(constants)))
-        launch(self, *given, **constants)
-
-    objective = align("llama", mixers)
-    before = {name: x.clone() for name, x in objective.module.state_dict().items()}
-    monkeypatch.setattr(GridExecutor, "__call__", noted)
-    with dispatch.use("triton"):
-        objective.rehearse(packed())
-        found, after = launched.copy(), objective.module.state_dict()
-        assert all(torch.equal(x, after[name]) for name, x in before.items())
-        assert all(p.grad is None for p in objective.module.parameters())
-        launched.clear()
-        step(objective)
-    assert found == launched

@@ -13,6 +13,7 @@ import pytest
 import torch
 from decode_case import DEVICE, DTYPES, GPU, needs_triton
 from gdn_case import EPS
+from helpers import diagonal
 from torch import Tensor
 
 from ltconvert.kernels import dispatch
@@ -162,16 +163,18 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return request.param
 
 
-@pytest.mark.parametrize("before", BEFORE)
+# Of the interpreter's pairs half, which hold every shape and every number of tokens before.
+@pytest.mark.parametrize(
+    ("shape", "before"), diagonal(SHAPES, list(BEFORE), each=len(SHAPES) if GPU else 2)
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
 def test_output_state_history_and_ring(
     backend: str, shape: tuple[int, ...], dtype: torch.dtype, before: str, apart: bool
 ) -> None:
     given = inputs(shape, BEFORE[before](shape[-1]), dtype, apart=apart)
     found = parity(*given, dtype)
     assert found["y"].dtype == found["keys"].dtype == dtype
-    if apart:
+    if apart and GPU:  # where either program may be last
         again = run(*given)
         assert all(torch.equal(x.nan_to_num(), again[k].nan_to_num()) for k, x in found.items())
 
