@@ -96,7 +96,8 @@ def attend(
     """The window's output [D] times its share of the softmax, and the share of what lies outside.
 
     Key and value are written into the ring. LONG: it has more than AHEAD blocks.
-    FULL: registers are; without that, threads read what they need of the query for themselves.
+    FULL: where registers are, the query is handed on through shared memory; else threads read what
+    they need of it for themselves.
     """
     n_N, in_D = tl.arange(0, BN), d_D < D
     rest = tl.load(rest_ptr).to(tl.float32)
