@@ -58,7 +58,7 @@ def heldout_scores(
         Without a student: ``teacher_ppl``, ``teacher_ppl_stderr``, ``tokens``, ``rows``.
 
     Raises:
-        UserError: there is no token to score.
+        UserError: there is no token to score, or the teacher makes what is no number of them.
     """
     rows = [_score_batch(teacher, student, batch, precision) for batch in batches]
     counts_R = torch.cat([counts for counts, *_ in rows]) if rows else torch.zeros(0)
@@ -69,6 +69,12 @@ def heldout_scores(
         )
     sums_QR = torch.cat([sums for _, sums, _ in rows], dim=1)
     scores = _summary(sums_QR, counts_R, with_student=student is not None)
+    if math.isnan(scores["teacher_ppl"]):
+        who = "the model" if student is None else "the teacher"
+        raise UserError(
+            f"{who} makes what is no number of held-out text: its weights are damaged, or do not "
+            "fit its config"
+        )
     if student is not None:
         scores["kl_by_position"] = _by_position(torch.cat([sums for *_, sums in rows], dim=1))
     return scores

@@ -81,6 +81,14 @@ def test_a_teacher_alone_has_a_perplexity_and_nothing_else() -> None:
     assert alone["teacher_ppl"] == heldout_scores(teacher, teacher, BATCHES)["teacher_ppl"]
 
 
+@pytest.mark.parametrize(("alone", "who"), [(True, "the model"), (False, "the teacher")])
+def test_a_damaged_teacher_is_one_line(alone: bool, who: str) -> None:
+    teacher = tiny_model(tiny_spec())
+    teacher.model.norm.weight.data.fill_(math.nan)
+    with pytest.raises(UserError, match=f"^{who} makes what is no number of held-out text"):
+        heldout_scores(teacher, None if alone else tiny_model(tiny_spec()), BATCHES)
+
+
 def test_buckets_hold_all_tokens_and_the_same_kl() -> None:
     spec = tiny_spec()
     teacher, student = tiny_model(spec), tiny_model(spec, ["gdn"] * 3, seed=1)
