@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ltconvert import cli_output as output
-from ltconvert.cli_models import own_teacher, short_name, student_folder
+from ltconvert.cli_models import own_teacher, run_of, short_name, student_folder
 from ltconvert.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Models:
     Attributes:
         teacher: a reference that `load_teacher` takes.
         student: a student's folder.
-        run_dir: the run folder that the student was named by.
+        run_dir: the run folder that the student stands in.
         provenance: of the student.
     """
 
@@ -34,6 +34,11 @@ class Models:
     student: Path | None
     run_dir: Path | None
     provenance: Mapping[str, Any]
+
+    @property
+    def source(self) -> str | None:
+        """The student's folder, as an evaluation notes it."""
+        return None if self.student is None else str(self.student.resolve())
 
 
 def find(teacher: str | None, student: str | None) -> Models:
@@ -52,8 +57,7 @@ def find(teacher: str | None, student: str | None) -> Models:
     if not folder.is_dir():
         raise UserError(f"--student {student}: no such folder; give a student or a run folder")
     provenance = read_provenance(folder)
-    run_dir = Path(student) if folder != Path(student) else None
-    return Models(teacher or own_teacher(provenance), folder, run_dir, provenance)
+    return Models(teacher or own_teacher(provenance), folder, run_of(folder), provenance)
 
 
 def recipe_of(
@@ -78,12 +82,14 @@ def run(
     """Measure, write `evaluation.json` and the report, print the tables.
 
     Raises:
-        UserError: another teacher than the student's own, and the report would go to its run; or
-            another call is at work in the folder.
+        UserError: another teacher than the student's own, and the report would go to its run; the
+            folder that nobody named has other models' figures; or another call is at work in it.
     """
     from ltconvert.distill.run_lock import working_in
 
     folder = out or models.run_dir or default_out(models)
+    if folder not in (out, models.run_dir):
+        _check_kept(folder, models)
     with working_in(folder):
         _measure(session, models, recipe, task_path, folder)
 
@@ -120,6 +126,7 @@ def _measure(
         precision=precision,
         seed=recipe.seed,
         include_path=task_path,
+        student_source=models.source,
     )
     build_report(folder)
     if session.json:
@@ -152,7 +159,21 @@ def _teacher(models: Models, device: torch.device) -> Teacher | None:
 
 def default_out(models: Models) -> Path:
     """Where the report of models outside a run folder goes."""
-    return Path("runs") / f"eval-{short_name(str(models.student or models.teacher))}"
+    path = models.student
+    if path is not None and path.name == "student":
+        path = path.resolve().parent
+    return Path("runs") / f"eval-{short_name(str(path or models.teacher))}"
+
+
+def _check_kept(folder: Path, models: Models) -> None:
+    from ltconvert.distill.evaluate import read_evaluation
+
+    measured = (read_evaluation(folder) or {}).get("models", {})
+    then = measured.get("student", {}).get("source")
+    if then not in (None, models.source):
+        raise UserError(
+            f"{folder} holds the evaluation of {then}; give another folder with --out, or delete it"
+        )
 
 
 def _tokenizer(models: Models) -> Any:

@@ -25,6 +25,12 @@ def student_folder(reference: str) -> str:
     )
 
 
+def run_of(student: Path) -> Path | None:
+    """The run folder that a student's folder stands in, None outside of one."""
+    inside = student.name == "student" and (student.parent / "recipe.resolved.yaml").is_file()
+    return student.parent if inside else None
+
+
 def own_teacher(provenance: Mapping[str, Any]) -> str | None:
     """The reference of the teacher that a student was made from, None when it is not known."""
     from ltconvert.convert.teachers.packaged import PACKAGED

@@ -34,7 +34,7 @@ from ltconvert.distill.lineage import START
 from ltconvert.distill.plan import plan
 from ltconvert.distill.planning.rows import recorded_rows, with_rows
 from ltconvert.distill.records import versions, write_json
-from ltconvert.distill.run_identity import RUN_FILE, claim_for
+from ltconvert.distill.run_identity import RUN_FILE, claim_for, teacher_identity
 from ltconvert.distill.run_lock import working_in
 from ltconvert.distill.selection.ranking import count_full_layers
 from ltconvert.errors import UserError
@@ -127,7 +127,7 @@ def _identity(study: Study, then: Mapping[str, Any] | None) -> dict[str, Any]:
         data_identity(study.recipe.data), then["recipe"]["data"] if then else None
     )
     del recipe["student"]["full_layers"], recipe["select"]["method"]
-    teacher = {"name": study.teacher.name, "digest": study.teacher.digest}
+    teacher = teacher_identity(study.teacher, then["teacher"] if then else None)
     return {"teacher": teacher, "precision": study.precision, "recipe": recipe}
 
 

@@ -55,6 +55,7 @@ def evaluate(
     precision: str = "fp32",
     seed: int = 0,
     include_path: Path | None = None,
+    student_source: str | None = None,
     parts: Sequence[str] = tuple(PARTS),
 ) -> dict[str, Any]:
     """Measure what is asked for and write ``<folder>/evaluation.json``; finished parts are kept.
@@ -63,6 +64,7 @@ def evaluate(
         teacher, student: on one device; either may be missing.
         data: where the held-out text is.
         include_path: a folder with the user's own lm-eval tasks.
+        student_source: where the student lies, to be noted.
         parts: names out of ``PARTS``.
 
     Returns:
@@ -99,6 +101,8 @@ def evaluate(
             "revision": teacher.revision,
             "remarks": list(teacher.remarks),
         }
+    if student_source is not None:
+        facts["student"]["source"] = student_source
     with working_in(folder):
         return _measure(job, facts, folder, parts)
 

@@ -45,6 +45,7 @@ from ltconvert.distill.run_identity import (
     claim,
     fingerprint,
     owner_of,
+    teacher_identity,
 )
 from ltconvert.distill.selection.ranking import count_full_layers
 from ltconvert.distill.selection.recall import draw
@@ -88,10 +89,10 @@ class Lineage:
         self._check_sizes()
         check_owner(self.shelf.run_dir, self._owner())
         start = read_record(self.shelf.folder(START))
-        data = as_recorded(
-            data_identity(self.recipe.data), start.depends_on.get("data") if start else None
-        )
-        parts = chain(self.recipe, self.teacher, self.precision, self.recipe.stages, data)
+        then = start.depends_on if start else {}
+        teacher = teacher_identity(self.teacher, then.get("teacher"))
+        data = as_recorded(data_identity(self.recipe.data), then.get("data"))
+        parts = chain(self.recipe, teacher, self.precision, self.recipe.stages, data)
         for stage, depends_on in parts.items():
             record = self._begun(stage) or StageRecord(stage, "new", depends_on)
             check_same_run(self.shelf.run_dir, stage, record.depends_on, depends_on)

@@ -90,6 +90,12 @@ def owner_of(recipe: Recipe, teacher: Teacher, precision: str) -> dict[str, Any]
     }
 
 
+def teacher_identity(teacher: Teacher, then: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a run notes of its teacher; the same weights have the name that it began with."""
+    same = then is not None and then.get("digest") == teacher.digest
+    return {"name": then["name"] if then and same else teacher.name, "digest": teacher.digest}
+
+
 def check_owner(run_dir: Path, now: Mapping[str, Any]) -> None:
     """Refuse a run folder that another run has claimed.
 
@@ -97,6 +103,8 @@ def check_owner(run_dir: Path, now: Mapping[str, Any]) -> None:
         UserError: it belongs to another teacher, recipe or precision.
     """
     then = _read_owner(run_dir / RUN_FILE)
+    if then is not None and then.get("teacher digest") == now["teacher digest"]:
+        now = {**now, "teacher": then.get("teacher")}  # a name is where it lies, not what it is
     difference = first_difference(now if then is None else then, now)
     if difference is not None:
         name, before, after = difference
@@ -167,7 +175,7 @@ def _read_owner(path: Path) -> dict[str, Any] | None:
 
 def chain(
     recipe: Recipe,
-    teacher: Teacher,
+    teacher: Mapping[str, Any],
     precision: str,
     stages: Sequence[str],
     data: Mapping[str, Any],
@@ -175,14 +183,15 @@ def chain(
     """What the start and each stage depend on; each holds the fingerprint of the one before.
 
     Args:
-        data: of ``data_identity``, in the words of the run if it has begun.
+        teacher, data: of ``teacher_identity`` and ``data_identity``, in the words of the run if it
+            has begun.
     """
     student = recipe.student.model_dump(mode="json")
     count = student.pop("full_layers")
     listed = {"full_layers": count} if isinstance(count, list | str) else {}
     depends_on = {
         "start": {
-            "teacher": {"name": teacher.name, "digest": teacher.digest},
+            "teacher": dict(teacher),
             "precision": precision,
             "seed": recipe.seed,
             "student": student | listed,

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ltconvert import recipes
 from ltconvert.cli import app
-from ltconvert.cli_eval import Models, recipe_of
+from ltconvert.cli_eval import Models, default_out, find, recipe_of
 from ltconvert.cli_session import run
 from ltconvert.distill.run_lock import LOCK_FILE
 from ltconvert.kernels import dispatch
@@ -313,6 +313,36 @@ def test_eval_names_what_is_missing(
     assert "no such folder" in capsys.readouterr().err
     assert run(app, ["eval", "--student", str(case / "teacher")]) == 2
     assert "no student of ltconvert but a model of type 'llama'" in capsys.readouterr().err
+
+
+def test_a_students_folder_stands_for_its_run(finished: Path, tmp_path: Path) -> None:
+    for name in (finished, finished / "student"):
+        models = find(None, str(name))
+        assert (models.student, models.run_dir) == (finished / "student", finished)
+    assert find(None, str(finished / "stages/align/student")).run_dir is None
+    outside = shutil.copytree(finished / "student", tmp_path / "copy" / "student")
+    models = find(None, str(outside))
+    assert models.run_dir is None and default_out(models) == Path("runs/eval-copy")
+
+
+def test_eval_keeps_the_figures_of_another_student_of_that_name(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a folder that nobody named."""
+    monkeypatch.chdir(tmp_path)
+    small = ["--set", "eval.heldout_tokens=64", "--set", "eval.tasks=[]", "--device", "cpu"]
+    small += ["--set", "eval.recall_examples=1", "--precision", "fp32"]
+    for place in "ab":
+        shutil.copytree(finished / "student", tmp_path / place / "mine")
+    assert run(app, ["eval", "--student", "a/mine", *small]) == 0
+    before = (tmp_path / "runs/eval-mine/evaluation.json").read_bytes()
+    assert run(app, ["eval", "--student", "a/mine", *small]) == 0
+    assert run(app, ["eval", "--student", "b/mine", *small]) == 2
+    assert "holds the evaluation of" in capsys.readouterr().err
+    assert (tmp_path / "runs/eval-mine/evaluation.json").read_bytes() == before
 
 
 def test_eval_of_a_run_without_its_teacher(

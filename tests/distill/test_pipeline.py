@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,21 @@ def test_another_teachers_run_is_refused(
     make_case(tmp_path, tiny_tokenizer, "qwen3")
     with pytest.raises(UserError, match=r"holds a run .*teacher.*choose another output folder"):
         convert(load_teacher(str(tmp_path / "teacher")), case, finished.student_dir.parent)
+
+
+def test_a_teacher_under_another_name_is_the_same(
+    case: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    """The weights say who it is; a run that has begun goes on, its records as they are."""
+    few = {"align": {"budget_tokens": 128}, "longctx": {"enabled": False}}
+    convert(teacher, case, tmp_path, logits={"enabled": False}, **few)
+    owner = (tmp_path / "run.json").read_bytes()
+    start = (tmp_path / "stages/start/stage.json").read_bytes()
+    moved = replace(teacher, name="moved")
+    rows = convert(moved, case, tmp_path, logits={"budget_tokens": 128}, **few).rows
+    assert [row["stage"] for row in rows] == ["start", "align", "select", "logits"]
+    assert (tmp_path / "run.json").read_bytes() == owner
+    assert (tmp_path / "stages/start/stage.json").read_bytes() == start
 
 
 def test_another_precision_is_refused_and_auto_keeps_the_runs_own(
