@@ -1,4 +1,4 @@
-"""The gradients of a step: limited, and kept from the weights when they are not finite."""
+"""The gradients of a step: averaged, limited, and kept from the weights when not finite."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ltconvert.distill.processes import average_over_processes
 from ltconvert.errors import UserError
 
 NORM, BAD = "grad_norm", "first bad gradient"
@@ -37,6 +38,14 @@ class Gradients:
         self._parameters, self._optimizer = parameters, optimizer
         self._names: list[str] = []
         self._broken: Tensor | None = None  # 1 from the first step on that was not finite
+
+    def average(self) -> None:
+        """Their means over the processes of a run."""
+        for parameter in self._parameters.values():
+            # Every process has to take part for every parameter, used or not.
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        average_over_processes([p.grad for p in self._parameters.values() if p.grad is not None])
 
     def clip(self, limit: float) -> dict[str, Tensor]:
         """Limit their norm: the norm before, and the number of the first not finite (-1: none)."""

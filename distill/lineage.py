@@ -26,7 +26,13 @@ from ltconvert.convert.transfer import (
     student_options,
 )
 from ltconvert.distill.damage import least_damage
-from ltconvert.distill.data import Batch, PackedStream, as_recorded, data_identity
+from ltconvert.distill.data import (
+    Batch,
+    PackedStream,
+    as_recorded,
+    check_every_document,
+    data_identity,
+)
 from ltconvert.distill.input_squares import input_squares
 from ltconvert.distill.planning.models import shortened
 from ltconvert.distill.processes import all_values, is_main_process, wait_for_everyone
@@ -128,14 +134,15 @@ class Lineage:
         return owner_of(self.recipe, self.teacher, self.precision)
 
     def check_text(self) -> None:
-        """Refuse text that holds no row of the longest that the stages train on, and rows that are
-        too short to choose layers by what they retrieve.
+        """Refuse text that holds no row of the longest that the stages train on or documents that
+        training would stop at, and rows that are too short to choose layers by what they retrieve.
 
         Raises:
             UserError: naming what it lacks.
         """
         lengths = [getattr(self.recipe, stage).seq_len_tokens for stage in self.recipe.stages]
         next(self._training_rows(max(lengths, default=1)))
+        check_every_document(self.recipe.data, self.teacher.tokenizer)
         select = self.recipe.select
         layers = self.recipe.student.full(self._origin_spec().num_layers)
         open_choice = "select" in self.recipe.stages and not isinstance(layers, list)

@@ -33,7 +33,7 @@ class TrainState:
     Attributes:
         step: finished optimiser steps.
         seconds: training time so far, over all resumes.
-        stream: position of the data stream.
+        stream: position of the data stream after that step.
         plan: what has to be the same to go on: steps, tokens a step, precision, seed, ...
         metrics: of the last step.
     """

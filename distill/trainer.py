@@ -32,11 +32,7 @@ from ltconvert.distill.objective import Objective, Stream, TrainResult
 from ltconvert.distill.optim import StepPlan, build_optimizer, lr_share, plan_steps, set_lr
 from ltconvert.distill.precision import autocast
 from ltconvert.distill.prefetch import Prefetch
-from ltconvert.distill.processes import (
-    average_over_processes,
-    seed_everything,
-    take_from_the_first,
-)
+from ltconvert.distill.processes import seed_everything, take_from_the_first
 from ltconvert.distill.progress import StepLine
 from ltconvert.distill.readings import Reading, Readings
 from ltconvert.distill.resume import (
@@ -47,6 +43,7 @@ from ltconvert.distill.resume import (
     trainable,
 )
 from ltconvert.distill.runlog import RunLog
+from ltconvert.errors import UserError
 from ltconvert.recipes.runtime import RuntimeSettings
 from ltconvert.recipes.stages import TrainSettings
 
@@ -172,6 +169,7 @@ class _Loop:
                 self._read(everything=True)
                 raise
             state.step += 1
+            state.stream = self.run.stream.state_dict()
             # Several processes have to stop after the same step, whenever each read of the wish.
             late = plan.steps if self.wish is None else self.wish + self.readings.late
             stopping = bool(request) if alone else state.step > late
@@ -191,6 +189,7 @@ class _Loop:
         self.accelerator.wait_for_everyone()
         take_from_the_first(parameter.data for parameter in self.parameters.values())
         self.saved = clean_up(run.stage_dir)
+        self.state.stream = run.stream.state_dict()
         if self.saved is not None:
             identity = self.state.plan
             self.state = load_checkpoint(self.saved, run.objective.module, self.optimizer, identity)
@@ -204,11 +203,12 @@ class _Loop:
         seed_everything(run.seed, run.stage, step, self.accelerator.process_index)
         sums: dict[str, Tensor] = {}
         for _ in range(self.plan.accumulation):
-            batch = next(run.stream).to(run.device)
+            batch = self._next_batch().to(run.device)
             values = self.passes(self._pass, batch, step / self.plan.steps)
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().float()
-        self._average_gradients()
+        if self.accelerator.num_processes > 1:
+            self.gradients.average()
         share = lr_share(step, self.plan.steps, run.settings)
         names, numbers = self._average_metrics(sums, bool(request))
         norms = self.gradients.clip(run.settings.clip_norm)
@@ -221,21 +221,25 @@ class _Loop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self.passes.holds)
 
+    def _next_batch(self) -> Batch:
+        """The stream's next one; where it breaks off, the steps before this one are saved first."""
+        try:
+            return next(self.run.stream)
+        except Exception as error:
+            self._read(everything=True)
+            if self.state.step > self.saved_step:
+                self._save()
+            if not isinstance(error, UserError) or self.saved_step == 0:
+                raise
+            kept = f"{self.saved_step} of {self.plan.steps} steps of stage {self.run.stage}"
+            raise UserError(f"{error}; {kept} are saved in {self.run.stage_dir}") from error
+
     def _pass(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         with autocast(self.run.device, self.run.precision):
             return self.run.objective.train_step(batch, self._backward, progress)
 
     def _backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss / self.plan.accumulation)
-
-    def _average_gradients(self) -> None:
-        if self.accelerator.num_processes == 1:
-            return
-        for parameter in self.parameters.values():
-            # Every process has to take part for every parameter, used or not.
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        average_over_processes([p.grad for p in self.parameters.values() if p.grad is not None])
 
     def _average_metrics(self, sums: Mapping[str, Tensor], stop: bool) -> tuple[list[str], Tensor]:
         """Means over micro-batches and processes; the wish to stop travels with them."""
@@ -287,7 +291,6 @@ class _Loop:
     def _save(self) -> None:
         """All processes stand at the same position, so that the first one writes for all."""
         run = self.run
-        self.state.stream = run.stream.state_dict()
         if self.accelerator.is_main_process:
             self.saved = save_checkpoint(
                 run.stage_dir, self.state, run.objective.module, self.optimizer

@@ -16,7 +16,7 @@ class DataSettings(Settings):
     )
     text_field: str = Field("text", description="field that holds the text")
     messages_field: str = Field(
-        "messages", description="field that holds a chat; used when present"
+        "messages", description="field that holds a chat, [{role, content}, ...]; used when present"
     )
     hub_config: str | None = Field(None, description="configuration name of a hub data set")
     hub_split: str = Field("train", description="split of a hub data set")

@@ -134,6 +134,11 @@ def test_repeated_distill_skips_all_stages(
             "\n".join(['{"text": "dog"}', '{"text": "a"}', *['{"text": "house"}'] * 99, "{"]),
             "line 10",
         ),
+        (
+            '{"messages": [{"role": "user", "content": "dog"}]}\n' * 99
+            + '{"text": "house"}\n{"messages": [{"role": "user", "content": null}]}',
+            "line 101, message 1: 'content' is missing or null",
+        ),
     ],
 )
 def test_a_run_refused_for_its_text_leaves_nothing_behind(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ltconvert.errors import UserError
@@ -17,10 +17,14 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Document:
-    """One document: running text, or a chat as a list of {role, content} messages."""
+    """One document: running text, or a chat as a list of {role, content} messages.
+
+    ``place`` is where a chat stands, for messages: file and line, or data set and record.
+    """
 
     content: str | Messages
     heldout: bool
+    place: str = field(default="", compare=False)
 
     @property
     def text(self) -> str:
@@ -55,13 +59,14 @@ def record_document(
     """A document out of one record of a data set; None when it holds no text.
 
     Raises:
-        UserError: neither field is there, or it holds something else than a text or a chat.
+        UserError: neither field is there, or it holds something else than a text or a chat; names
+            the place.
     """
     share = settings.heldout_share
     messages = record.get(settings.messages_field)
-    if messages is not None and len(messages) > 0:
+    if messages:
         chat = _checked_chat(messages, settings, place)
-        return Document(chat, is_heldout(json.dumps(chat, sort_keys=True), share))
+        return Document(chat, is_heldout(json.dumps(chat, sort_keys=True), share), place)
     if settings.text_field not in record:
         if settings.messages_field in record:
             return None
@@ -87,13 +92,42 @@ def missing_field(fields: Any, settings: DataSettings, place: str) -> UserError:
 
 
 def _checked_chat(messages: Any, settings: DataSettings, place: str) -> Messages:
-    ok = isinstance(messages, list) and all(
-        isinstance(message, Mapping) and "role" in message and "content" in message
-        for message in messages
-    )
-    if not ok:
+    whole = isinstance(messages, list) and all(isinstance(each, Mapping) for each in messages)
+    if not whole:
         raise UserError(
             f"{place}: field {settings.messages_field!r} is not a list of messages "
             'like {"role": "user", "content": "..."}'
         )
-    return [dict(message) for message in messages]
+    return [
+        _checked_message(message, f"{place}, message {number}")
+        for number, message in enumerate(messages, 1)
+    ]
+
+
+def _checked_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The message with a text as content; only one that calls tools may do without."""
+    checked = dict(message)
+    if isinstance(checked.get("content"), list):
+        checked["content"] = _joined_parts(checked["content"], place)
+    wordless = checked.get("content") is None and checked.get("tool_calls")
+    for name in ("role",) if wordless else ("role", "content"):
+        value = checked.get(name)
+        if not isinstance(value, str):
+            found = f"is a {type(value).__name__}" if value is not None else "is missing or null"
+            raise UserError(f"{place}: {name!r} {found}, but a text is needed; mend or delete it")
+    return checked
+
+
+def _joined_parts(parts: list[Any], place: str) -> str:
+    """The text of a content in parts, [{"type": "text", "text": ...}, ...], nothing in between."""
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            raise UserError(
+                f"{place}: a part of 'content' is of type {kind!r}; only parts like "
+                '{"type": "text", "text": "..."} can be read: mend or delete it'
+            )
+        texts.append(text)
+    return "".join(texts)

@@ -50,6 +50,11 @@ class FilesSource:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all files, unpacked."""
+        return sum(int(shard.bounds[-1]) for shard in self._shards)
+
     def __getitem__(self, index: int) -> Document | None:
         """Document `index`; None for a blank one. UserError names the file and line at fault."""
         number = int(np.searchsorted(self._firsts, index, side="right")) - 1

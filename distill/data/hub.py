@@ -1,6 +1,6 @@
 """Hub data sets, streamed: nothing is downloaded before it is read, in the data set's own order.
 
-The saved position is the `datasets` library's own state plus a number of documents after it.
+The saved position is the `datasets` library's own state plus a number of records after it.
 Some versions of that library stop advancing their state after a resume; then the number grows
 instead, so that a second resume continues exactly as well.
 """
@@ -19,7 +19,10 @@ Cursor = dict[str, Any]
 
 
 class HubSource:
-    """A streamed data set. Cursors are {"epoch", "state", "skip"}, small and JSON-able."""
+    """A streamed data set. Cursors are {"epoch", "state", "skip", "record"}, small and JSON-able.
+
+    "record" counts those before the cursor, for messages; cursors of earlier versions have none.
+    """
 
     def __init__(self, settings: DataSettings) -> None:
         self.name = settings.source
@@ -31,7 +34,7 @@ class HubSource:
 
     def start(self) -> Cursor:
         """The first document of the first epoch."""
-        return {"epoch": 0, "state": None, "skip": 0}
+        return _first_of(0)
 
     def read(self, cursor: Cursor, count: int) -> tuple[list[Document], Cursor]:
         """Up to `count` documents from `cursor`, and the cursor after them."""
@@ -39,13 +42,21 @@ class HubSource:
             self._open(cursor)
         records = self._take(count)
         if len(records) < count:
-            following: Cursor = {"epoch": cursor["epoch"] + 1, "state": None, "skip": 0}
+            following = _first_of(cursor["epoch"] + 1)
             self._live = None
         else:
             following = self._advance(cursor, count)
             self._live = following
-        documents = (record_document(record, self._settings, self.name) for record in records)
+        documents = (
+            record_document(record, self._settings, self._place(cursor, offset))
+            for offset, record in enumerate(records)
+        )
         return [document for document in documents if document is not None], following
+
+    def _place(self, cursor: Cursor, offset: int) -> str:
+        """Where a record stands, from 1; the data set alone where that is not known."""
+        before = cursor.get("record")
+        return self.name if before is None else f"{self.name}, record {before + offset + 1}"
 
     def _open(self, cursor: Cursor) -> None:
         self._dataset = _load(self._settings)  # a fresh one: no state of an earlier iteration
@@ -61,10 +72,15 @@ class HubSource:
             raise _hub_error(self._settings, error) from error
 
     def _advance(self, cursor: Cursor, count: int) -> Cursor:
-        state = self._dataset.state_dict()
+        before, state = cursor.get("record"), self._dataset.state_dict()
+        following = {**cursor, "record": None if before is None else before + count}
         if state == cursor["state"]:
-            return {**cursor, "skip": cursor["skip"] + count}
-        return {"epoch": cursor["epoch"], "state": state, "skip": 0}
+            return {**following, "skip": cursor["skip"] + count}
+        return {**following, "state": state, "skip": 0}
+
+
+def _first_of(epoch: int) -> Cursor:
+    return {"epoch": epoch, "state": None, "skip": 0, "record": 0}
 
 
 def _load(settings: DataSettings) -> Any:

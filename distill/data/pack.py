@@ -163,7 +163,7 @@ class PackedStream:
         """A row longer than the corpus would hold documents twice."""
         tokens = self._epoch_tokens
         if tokens == 0:
-            raise empty_split(self._source.name, self._split, self._settings.heldout_share)
+            raise empty_split(self._source, self._split, self._settings.heldout_share)
         if tokens is not None and tokens < self.seq_len_tokens:
             raise UserError(
                 f"data.source {self._source.name!r} has {tokens} tokens in its {self._split} "
@@ -200,5 +200,5 @@ def heldout_batches(
     if len(packed) < wanted and row.room < seq_len_tokens:
         packed.append(row.finish())
     if not packed:
-        raise empty_split(source.name, "heldout", settings.heldout_share)
+        raise empty_split(source, "heldout", settings.heldout_share)
     return [Batch.of_rows(packed[i : i + rows]) for i in range(0, len(packed), rows)]

@@ -121,7 +121,7 @@ def documents(settings: DataSettings, split: Split) -> Iterator[str]:
         found = True
         yield document.text
     if not found:
-        raise empty_split(source.name, split, settings.heldout_share)
+        raise empty_split(source, split, settings.heldout_share)
 
 
 def one_epoch(source: Source, split: Split) -> Iterator[Document]:
@@ -132,17 +132,24 @@ def one_epoch(source: Source, split: Split) -> Iterator[Document]:
         yield from (document for document in block if document.in_split(split))
 
 
-def empty_split(name: str, split: Split, share: float) -> UserError:
-    """The error for a split that holds no document."""
-    if split == "heldout":
-        remedy = f"data.heldout_share is {share:g}: raise it, or give more documents"
+def empty_split(source: Source, split: Split, share: float) -> UserError:
+    """The error for a split of the source that holds no document."""
+    name = source.name
+    if split == "train":
         return UserError(
-            f"data.source {name!r}: no document fell into the held-out split; {remedy}"
+            f"data.source {name!r}: no document with text is left to train on "
+            f"(data.heldout_share is {share:g}): give more documents"
         )
-    return UserError(
-        f"data.source {name!r}: no document with text is left to train on "
-        f"(data.heldout_share is {share:g}): give more documents"
-    )
+    remedy = "there are no two that differ: give more documents"
+    if _has_two(one_epoch(source, "train")):
+        remedy = f"data.heldout_share is {share:g}: raise it, or give more documents"
+    return UserError(f"data.source {name!r}: no document fell into the held-out split; {remedy}")
+
+
+def _has_two(documents: Iterator[Document]) -> bool:
+    """Whether two of them differ: copies of one are always in one split."""
+    first = next(documents, None)
+    return any(document != first for document in documents)
 
 
 def _looks_like_path(name: str) -> bool:

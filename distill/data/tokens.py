@@ -27,7 +27,7 @@ class Encoder:
         """Token ids of every document, int64, the separator last."""
         if not documents:
             return []
-        texts = [_readable(self._render(document)) for document in documents]
+        texts = [_readable(self.render(document)) for document in documents]
         encoded = self._tokenizer(
             texts,
             add_special_tokens=False,
@@ -37,7 +37,12 @@ class Encoder:
         )["input_ids"]
         return [self._close(ids) for ids in encoded]
 
-    def _render(self, document: Document) -> str:
+    def render(self, document: Document) -> str:
+        """The text that is encoded: a chat in the tokenizer's template.
+
+        Raises:
+            UserError: there is no template, or it refuses the chat.
+        """
         if isinstance(document.content, str):
             return document.content
         if not getattr(self._tokenizer, "chat_template", None):
@@ -49,7 +54,8 @@ class Encoder:
             return self._tokenizer.apply_chat_template(document.content, tokenize=False)
         except Exception as error:
             raise UserError(
-                f"the teacher's chat template refuses a chat: {first_line(error)}"
+                f"{document.place or 'a chat'}: the teacher's chat template refuses this chat "
+                f"({first_line(error)}); mend or delete it"
             ) from error
 
     def _close(self, ids: list[int]) -> np.ndarray:

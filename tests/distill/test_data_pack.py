@@ -325,8 +325,23 @@ def test_hub_stream_resumes_where_the_librarys_state_stands_still(
 
 def test_hub_stream_without_the_text_field(hub: DataSettings, tiny_tokenizer: Any) -> None:
     source = HubSource(hub.model_copy(update={"text_field": "content"}))
-    with pytest.raises(UserError, match=r"org/set: .*'content'.*\(fields there: text\)"):
+    with pytest.raises(UserError, match=r"org/set, record 1: .*'content'.*\(fields there: text\)"):
         source.read(source.start(), 4)
+
+
+def test_a_record_of_a_hub_set_is_named_by_its_number(
+    hub: DataSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a resume; the position of an earlier version does not know it."""
+    everything = hub.model_copy(update={"heldout_share": 1e-9})
+    source = HubSource(everything)
+    _, cursor = source.read(source.start(), 7)
+    source = HubSource(everything.model_copy(update={"text_field": "content"}))
+    with pytest.raises(UserError, match=r"^org/set, record 8: neither"):
+        source.read(cursor, 4)
+    del cursor["record"]
+    with pytest.raises(UserError, match=r"^org/set: neither"):
+        source.read(cursor, 4)
 
 
 def test_padding_is_looked_for_once_on_the_cpu() -> None:

@@ -28,6 +28,7 @@ from toy_training import (
 
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill import readings, resume
+from ltconvert.distill.data.tokens import Encoder
 from ltconvert.distill.interrupt import OutOfTime, Stopped
 from ltconvert.distill.optim import build_optimizer, lr_share, plan_steps
 from ltconvert.distill.precision import pick_precision
@@ -365,3 +366,30 @@ def test_pick_precision() -> None:
     assert picked in ("fp32", "bf16") and "ms in bf16" in reason
     with pytest.raises(UserError, match="expected auto, fp32 or bf16"):
         pick_precision("cpu", "fp8")
+
+
+def test_data_that_breaks_off_loses_no_step(
+    folder: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a step and of a row; the next call ends as an undisturbed one."""
+    monkeypatch.setattr("ltconvert.distill.data.pack.BLOCK_DOCUMENTS", 2)
+    whole, _ = run_toy(folder.parent / "whole", tiny_tokenizer, make_settings())
+    encode, blocks = Encoder.encode, iter(range(5))
+
+    def breaks_off(self: Encoder, documents: Any) -> Any:
+        if next(blocks, None) is None:
+            raise UserError("a.jsonl, line 3: no chat")
+        return encode(self, documents)
+
+    torch.manual_seed(5)
+    cut = ToyObjective(ToyModel(0.1))
+    with monkeypatch.context() as patched:
+        patched.setattr(Encoder, "encode", breaks_off)
+        with pytest.raises(UserError, match=r"line 3: no chat; 5 of 12 steps of stage logits are"):
+            run_toy(folder, tiny_tokenizer, make_settings(), objective=cut)
+    assert cut.calls == 2 * 5 + 1  # two micro-batches a step
+    parts, _ = run_toy(folder, tiny_tokenizer, make_settings())
+    for name, tensor in whole.module.state_dict().items():
+        assert torch.equal(tensor, parts.module.state_dict()[name]), name
+    noted = [(each / "metrics.jsonl").read_text() for each in (folder, folder.parent / "whole")]
+    assert noted[0] == noted[1]
