@@ -146,12 +146,15 @@ def _measure(
             for section in ("parts", "seconds", "depends_on"):
                 whole[section].pop(name, None)
     for name in parts:
+        applies = PARTS[name].applies(job)
         if name in whole["parts"]:
-            job.log.say(f"evaluation: {name} measured before, kept")
+            if applies:
+                job.log.say(f"evaluation: {name} measured before, kept")
             continue
-        job.log.say(f"evaluation: {name} ...")
+        if applies:
+            job.log.say(f"evaluation: {name} ...")
         began = time.perf_counter()
-        whole["parts"][name] = PARTS[name].measure(job)
+        whole["parts"][name] = PARTS[name].measure(job) if applies else None
         whole["seconds"][name] = time.perf_counter() - began
         whole["depends_on"][name] = _depends_on(job, facts, PARTS[name], {})
         if name == "heldout":

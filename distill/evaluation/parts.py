@@ -98,9 +98,7 @@ def _recall(job: Evaluation) -> dict[str, Any]:
     )
 
 
-def _generation(job: Evaluation) -> dict[str, Any] | None:
-    if not job.both or not job.settings.generation_prompts:
-        return None
+def _generation(job: Evaluation) -> dict[str, Any]:
     prompts_BP = prompts_from(job.batches(), job.settings.generation_prompts, PROMPT_TOKENS)
     return generation_agreement(
         job.models["teacher"],
@@ -117,10 +115,8 @@ def _decode(job: Evaluation) -> dict[str, Any]:
     return job.each(lambda model: decode_speed(model, contexts, precision=job.precision))
 
 
-def _loops(job: Evaluation) -> dict[str, Any] | None:
+def _loops(job: Evaluation) -> dict[str, Any]:
     settings, asked = job.settings, job.ways()
-    if not asked:
-        return None
     length = PROMPT_TOKENS + settings.generation_tokens
     texts_BT = prompts_from(job.batches(), settings.generation_prompts, length)
     if not len(texts_BT) or settings.generation_tokens < 2:
@@ -137,18 +133,21 @@ def _loops(job: Evaluation) -> dict[str, Any] | None:
     return found
 
 
-def _depth(job: Evaluation) -> dict[str, Any] | None:
-    student = job.models.get("student")
-    if student is None or student.model.depth_plan is None:
-        return None
+def _has_depth(job: Evaluation) -> bool:
+    return "student" in job.models and job.models["student"].model.depth_plan is not None
+
+
+def _depth(job: Evaluation) -> dict[str, Any]:
     batches = job.batches()[:DEPTH_BATCHES]
     return job.each(lambda model: depth_mass(model, batches, precision=job.precision))
 
 
-def _routing(job: Evaluation) -> dict[str, Any] | None:
-    student = job.models.get("student")
-    if student is None or student.model.dreamer is None:
-        return None
+def _has_routing(job: Evaluation) -> bool:
+    return "student" in job.models and job.models["student"].model.dreamer is not None
+
+
+def _routing(job: Evaluation) -> dict[str, Any]:
+    student = job.models["student"]
     batches = job.batches()[:ROUTING_BATCHES]
     usage = pool_usage(student, batches, precision=job.precision)
     weights = depth_map(student, batches, precision=job.precision)
@@ -160,9 +159,7 @@ def _routing(job: Evaluation) -> dict[str, Any] | None:
     return {"student": found}
 
 
-def _tasks(job: Evaluation) -> dict[str, Any] | None:
-    if not job.settings.tasks:
-        return None
+def _tasks(job: Evaluation) -> dict[str, Any]:
     found = job.each(
         lambda model: run_tasks(
             model,
@@ -181,11 +178,14 @@ def _tasks(job: Evaluation) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Part:
-    """One part: how it is measured, and the settings that its result depends on."""
+    """One part: how it is measured, the settings that its result depends on, whether there is
+    anything to measure.
+    """
 
     measure: Callable[[Evaluation], Any]
     settings: tuple[str, ...]
     reads_data: bool = False
+    applies: Callable[[Evaluation], bool] = lambda _: True
 
 
 PARTS: dict[str, Part] = {
@@ -195,6 +195,7 @@ PARTS: dict[str, Part] = {
         _generation,
         ("generation_prompts", "generation_tokens", "heldout_tokens", "heldout_seq_len_tokens"),
         reads_data=True,
+        applies=lambda job: job.both and job.settings.generation_prompts > 0,
     ),
     "decode": Part(_decode, ("decode_contexts_tokens",)),
     "loops": Part(
@@ -208,8 +209,19 @@ PARTS: dict[str, Part] = {
             "heldout_seq_len_tokens",
         ),
         reads_data=True,
+        applies=lambda job: bool(job.ways()),
     ),
-    "depth": Part(_depth, ("heldout_tokens", "heldout_seq_len_tokens"), reads_data=True),
-    "routing": Part(_routing, ("heldout_tokens", "heldout_seq_len_tokens"), reads_data=True),
-    "tasks": Part(_tasks, ("tasks", "task_limit")),
+    "depth": Part(
+        _depth,
+        ("heldout_tokens", "heldout_seq_len_tokens"),
+        reads_data=True,
+        applies=_has_depth,
+    ),
+    "routing": Part(
+        _routing,
+        ("heldout_tokens", "heldout_seq_len_tokens"),
+        reads_data=True,
+        applies=_has_routing,
+    ),
+    "tasks": Part(_tasks, ("tasks", "task_limit"), applies=lambda job: bool(job.settings.tasks)),
 }

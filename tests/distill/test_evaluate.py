@@ -191,3 +191,23 @@ def test_evaluation_leaves_the_models_as_they_are(
     after = student.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert student.dtype == torch.float32 and not student.training
+
+
+def test_only_what_there_is_to_measure_is_named(
+    case: Path,
+    teacher: Teacher,
+    student: Any,
+    tiny_tokenizer: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A dense teacher and student without tasks; twice, the second time all is kept."""
+    for line in ("{} ...", "{} measured before, kept"):
+        none = {"tasks": []}
+        found = measure(case, tmp_path, teacher, student, tokenizer=tiny_tokenizer, settings=none)
+        shown = capsys.readouterr()
+        named = [name for name in PARTS if line.format(name) in shown.out + shown.err]
+        assert named == ["heldout", "recall", "generation", "decode"]
+        assert [name for name in PARTS if found["parts"][name] is None] == [
+            "loops", "depth", "routing", "tasks",
+        ]  # fmt: skip
