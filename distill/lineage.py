@@ -142,7 +142,8 @@ class Lineage:
         """
         lengths = [getattr(self.recipe, stage).seq_len_tokens for stage in self.recipe.stages]
         next(self._training_rows(max(lengths, default=1)))
-        check_every_document(self.recipe.data, self.teacher.tokenizer)
+        if not self.records[START].finished:  # else it was looked at, and is the same since
+            check_every_document(self.recipe.data, self.teacher.tokenizer)
         select = self.recipe.select
         layers = self.recipe.student.full(self._origin_spec().num_layers)
         open_choice = "select" in self.recipe.stages and not isinstance(layers, list)
