@@ -88,14 +88,18 @@ def run(
     from ltconvert.distill.run_lock import working_in
 
     folder = out or models.run_dir or default_out(models)
-    if folder not in (out, models.run_dir):
-        _check_kept(folder, models)
     with working_in(folder):
-        _measure(session, models, recipe, task_path, folder)
+        _measure(session, models, recipe, task_path, folder, named=out is not None)
 
 
 def _measure(
-    session: Session, models: Models, recipe: Recipe, task_path: Path | None, folder: Path
+    session: Session,
+    models: Models,
+    recipe: Recipe,
+    task_path: Path | None,
+    folder: Path,
+    *,
+    named: bool,
 ) -> None:
     from ltconvert.convert.checkpoint import load_student
     from ltconvert.distill.evaluate import evaluate
@@ -108,12 +112,7 @@ def _measure(
     log = RunLog(None, json=session.json)
     log.say(f"device: {device}, precision: {precision} ({reason})")
     teacher = _teacher(models, device)
-    own = models.provenance.get("teacher") or {}
-    if teacher and folder == models.run_dir and own.get("digest", teacher.digest) != teacher.digest:
-        raise UserError(
-            f"{folder} holds a student of {own.get('name')}; its evaluation beside {teacher.name} "
-            "would take the place of that beside its own teacher: give another folder with --out"
-        )
+    _check_place(folder, models, teacher, named=named)
     student = load_student(models.student, device=device) if models.student else None
     found = evaluate(
         teacher,
@@ -165,15 +164,28 @@ def default_out(models: Models) -> Path:
     return Path("runs") / f"eval-{short_name(str(path or models.teacher))}"
 
 
-def _check_kept(folder: Path, models: Models) -> None:
+def _check_place(folder: Path, models: Models, teacher: Teacher | None, *, named: bool) -> None:
+    """Refuse to put figures in place of other models', but in a folder that the call names."""
     from ltconvert.distill.evaluate import read_evaluation
 
-    measured = (read_evaluation(folder) or {}).get("models", {})
-    then = measured.get("student", {}).get("source")
-    if then not in (None, models.source):
-        raise UserError(
-            f"{folder} holds the evaluation of {then}; give another folder with --out, or delete it"
-        )
+    digest = None if teacher is None else teacher.digest
+    if folder == models.run_dir:
+        own = models.provenance.get("teacher") or {}
+        if teacher is not None and own.get("digest", digest) != digest:
+            raise UserError(
+                f"{folder} holds a student of {own.get('name')}; its evaluation beside "
+                f"{teacher.name} would take the place of that beside its own teacher: give another "
+                "folder with --out"
+            )
+    elif not named:
+        measured = (read_evaluation(folder) or {}).get("models", {})
+        for who, what, now in (("student", "source", models.source), ("teacher", "digest", digest)):
+            then = measured.get(who, {})
+            if now is not None and then.get(what, now) != now:
+                raise UserError(
+                    f"{folder} holds the evaluation of another {who}, {then.get('source')}; give "
+                    "another folder with --out, or delete it"
+                )
 
 
 def _tokenizer(models: Models) -> Any:

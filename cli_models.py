@@ -16,7 +16,7 @@ def student_folder(reference: str) -> str:
         UserError: a run folder whose student is not there yet.
     """
     folder = Path(reference)
-    if not (folder / "recipe.resolved.yaml").is_file():
+    if not _is_run(folder):
         return reference
     if (folder / "student" / "config.json").is_file():
         return str(folder / "student")
@@ -27,8 +27,11 @@ def student_folder(reference: str) -> str:
 
 def run_of(student: Path) -> Path | None:
     """The run folder that a student's folder stands in, None outside of one."""
-    inside = student.name == "student" and (student.parent / "recipe.resolved.yaml").is_file()
-    return student.parent if inside else None
+    return student.parent if student.name == "student" and _is_run(student.parent) else None
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "recipe.resolved.yaml").is_file()
 
 
 def own_teacher(provenance: Mapping[str, Any]) -> str | None:

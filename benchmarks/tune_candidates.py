@@ -97,10 +97,10 @@ CANDIDATES: dict[str, list[dict[str, Any]]] = {
         {"TILE": 8192}, {"TILE": 8192, "ELEMENTS": 64}, {"TILE": 4096},
     ],
     "gdn_window_step": [
-        _apart(False, False), _apart(True, True), _warps(8, 16, apart=4), _warps(8, 16, apart=16),
-        {**_apart(True, True), **_warps(8, 16, apart=4)},
-        {**_apart(False, False), **_warps(16, 16, apart=8)}, _warps(8, 8, apart=8),
-        {"SHARE": 4}, {**_warps(8, 16, apart=4), "SHARE": 4}, {"AHEAD_BYTES": 2**14}, {"STAGES": 4},
+        _apart(False, False), _apart(True, True), _warps(8, 16, apart=8), _warps(8, 16, apart=16),
+        {**_apart(True, True), **_warps(8, 16, apart=8)},
+        {**_apart(False, False), **_warps(16, 16, apart=4)}, _warps(8, 8, apart=4),
+        {"SHARE": 4}, {**_warps(8, 16, apart=8), "SHARE": 4}, {"AHEAD_BYTES": 2**14}, {"STAGES": 4},
         {"TILE": 8192, "ELEMENTS": 64}, {"SHARE": 4, "STAGES": 5},
     ],
     "decode_attention": [

@@ -123,10 +123,10 @@ def claim_for(
         identify: gives all that the work depends on, told what the folder notes (None: nothing).
 
     Raises:
-        UserError: see ``check_same_run``.
+        UserError: see ``check_same_run``, or the note is damaged.
     """
     path = folder / RUN_FILE
-    then = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    then = _read_owner(path)
     now = identify(then)
     if then is not None:
         check_same_run(folder, stage, then, now)

@@ -330,13 +330,22 @@ def test_a_students_folder_stands_for_its_run(finished: Path, tmp_path: Path) ->
     assert models.run_dir is None and default_out(models) == Path("runs/eval-copy")
 
 
+def _other_teacher(case: Path, folder: Path) -> Path:
+    shutil.copytree(case / "teacher", folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name] + 1}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def test_eval_keeps_the_figures_of_another_student_of_that_name(
+    case: Path,
     finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In a folder that nobody named."""
+    """In a folder that nobody named; nor do those beside another teacher take their place."""
     monkeypatch.chdir(tmp_path)
     small = ["--set", "eval.heldout_tokens=64", "--set", "eval.tasks=[]", "--device", "cpu"]
     small += ["--set", "eval.recall_examples=1", "--precision", "fp32"]
@@ -346,7 +355,10 @@ def test_eval_keeps_the_figures_of_another_student_of_that_name(
     before = (tmp_path / "runs/eval-mine/evaluation.json").read_bytes()
     assert run(app, ["eval", "--student", "a/mine", *small]) == 0
     assert run(app, ["eval", "--student", "b/mine", *small]) == 2
-    assert "holds the evaluation of" in capsys.readouterr().err
+    assert "holds the evaluation of another student" in capsys.readouterr().err
+    other = _other_teacher(case, tmp_path / "other")
+    assert run(app, ["eval", "--student", "a/mine", "--teacher", str(other), *small]) == 2
+    assert "holds the evaluation of another teacher" in capsys.readouterr().err
     assert (tmp_path / "runs/eval-mine/evaluation.json").read_bytes() == before
 
 
@@ -379,10 +391,7 @@ def test_eval_takes_any_budget_whatever_rows_the_run_chose(budget: str | None) -
 def test_eval_beside_another_teacher_leaves_the_runs_own_report(
     case: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = shutil.copytree(case / "teacher", tmp_path / "other")
-    weights = load_file(other / "model.safetensors")
-    name = next(iter(weights))
-    save_file({**weights, name: weights[name] + 1}, other / "model.safetensors", {"format": "pt"})
+    other = _other_teacher(case, tmp_path / "other")
     before = (finished / "evaluation.json").read_bytes()
     call = ["eval", "--student", str(finished), "--teacher", str(other), "--device", "cpu"]
     assert run(app, call) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,6 @@ def test_calls_of_tools_are_left_to_the_template(tiny_tokenizer: Any) -> None:
 
 
 def _with(tokenizer: Any, template: str) -> Any:
-    import copy
-
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
     return tokenizer

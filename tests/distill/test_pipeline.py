@@ -22,6 +22,7 @@ from ltconvert.convert.teachers.load import Teacher, load_teacher
 from ltconvert.distill import lineage, pipeline, stage
 from ltconvert.distill.pipeline import PipelineResult
 from ltconvert.distill.records import clear_disk_errors
+from ltconvert.distill.run_identity import check_owner, claim_for
 from ltconvert.distill.runlog import RunLog
 from ltconvert.errors import UserError
 
@@ -258,6 +259,13 @@ def test_a_stage_can_be_added_to_a_finished_run(
     added, whole = (convert(teacher, case, tmp_path / name, **few) for name in ("two", "one"))
     assert same(dict(added.student.state_dict()), dict(whole.student.state_dict()))
     assert same(weights(added.student_dir), weights(whole.student_dir))
+
+
+def test_a_damaged_note_of_whose_a_folder_is_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"precision": "fp')
+    for touch in (lambda: claim_for(tmp_path, "study", dict), lambda: check_owner(tmp_path, {})):
+        with pytest.raises(UserError, match=r"run\.json is damaged; choose another"):
+            touch()
 
 
 def test_a_damaged_record_is_one_line(case: Path, teacher: Teacher, tmp_path: Path) -> None:
