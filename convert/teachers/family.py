@@ -122,7 +122,7 @@ def common_fields(config: Config, family: str, *, max_positions: int) -> dict[st
         "head_dim": head_dim,
         "attention_scale": head_dim**-0.5,
         "max_position_embeddings": config.get("max_position_embeddings") or max_positions,
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rms_norm_eps": need({"rms_norm_eps": 1e-6, **config}, "rms_norm_eps"),
         "hidden_act": config.get("hidden_act") or "silu",
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "bos_token_id": config.get("bos_token_id"),
@@ -145,13 +145,18 @@ def windows(layer_types: list[str], sliding_window: int | None) -> tuple[int | N
     """The window of each layer, from transformers' names of layer types.
 
     Raises:
-        UserError: a type other than full or sliding attention.
+        UserError: a type other than full or sliding attention, or the latter without a window.
     """
     unknown = set(layer_types) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UserError(
             f"layer_types has {', '.join(sorted(unknown))}; "
             "supported: full_attention, sliding_attention"
+        )
+    if sliding_window is None and "sliding_attention" in layer_types:
+        raise UserError(
+            "layer_types has sliding_attention, and sliding_window is null or switched off; set "
+            "the window, or make those layers full_attention"
         )
     return tuple(sliding_window if kind == "sliding_attention" else None for kind in layer_types)
 

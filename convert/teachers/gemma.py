@@ -16,11 +16,11 @@ from ltconvert.convert.teachers.family import (
     Config,
     Family,
     common_fields,
+    need,
     windows,
 )
 from ltconvert.convert.teachers.rope_config import complete_rope, read_rope
 from ltconvert.convert.teachers.spec import TeacherSpec
-from ltconvert.errors import UserError
 
 FAMILY_NAME = "gemma"
 LAYER_NAMES = {
@@ -74,17 +74,14 @@ def read_gemma3_text(config: Config) -> TeacherSpec:
 
 
 def _common_fields(config: Config, *, max_positions: int) -> dict[str, Any]:
-    if config.get("use_bidirectional_attention"):
-        raise UserError(
-            "use_bidirectional_attention is set: an encoder is no teacher, give a causal model"
-        )
-    config = {"tie_word_embeddings": True, "head_dim": 256, **config}
+    defaults = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
+    config = {**defaults, **config}
     config["hidden_act"] = config.get("hidden_activation") or "gelu_pytorch_tanh"
     common = common_fields(config, FAMILY_NAME, max_positions=max_positions)
     bias = bool(config.get("attention_bias", False))
     return {
         **common,
-        "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_scale": need(config, "query_pre_attn_scalar") ** -0.5,
         "embedding_scale": common["hidden_size"] ** 0.5,
         "norm_layout": "sandwich",
         "norm_offset": 1.0,

@@ -9,6 +9,7 @@ from ltconvert.convert.teachers.family import (
     Config,
     Family,
     common_fields,
+    need,
     pre_norm_names,
     windows,
 )
@@ -21,17 +22,27 @@ FAMILY_NAME = "llama"
 def read_llama(config: Config) -> TeacherSpec:
     """TeacherSpec of a ``llama`` config; ``attention_bias`` covers q, k, v and o."""
     bias = bool(config.get("attention_bias", False))
-    return _read(config, ["full_attention"], max_positions=2048, qkv_bias=bias, o_bias=bias)
+    mlp_bias = bool(config.get("mlp_bias", False))
+    types = ["full_attention"] * need(config, "num_hidden_layers")
+    return _read(config, types, None, 2048, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
 
 def read_mistral(config: Config) -> TeacherSpec:
-    """TeacherSpec of a ``mistral`` config: one window for all layers, or none."""
-    return _read(config, ["sliding_attention"], max_positions=4096 * 32)
+    """TeacherSpec of a ``mistral`` config: one window, for all layers unless it names their types.
+
+    Configs that do are Ministral's.
+    """
+    # Mistral's own default, where the config does not mention a window.
+    window = config.get("sliding_window", 4096)
+    kind = "full_attention" if window is None else "sliding_attention"
+    types = config.get("layer_types") or [kind] * need(config, "num_hidden_layers")
+    return _read(config, types, window, 4096 * 32)
 
 
-def _read(config: Config, kind: list[str], *, max_positions: int, **fields: Any) -> TeacherSpec:
+def _read(
+    config: Config, layer_types: list[str], window: int | None, max_positions: int, **fields: Any
+) -> TeacherSpec:
     common = common_fields(config, FAMILY_NAME, max_positions=max_positions)
-    layer_types = kind * common["num_layers"]
     rope, layer_rope = read_rope(
         config,
         layer_types=layer_types,
@@ -41,11 +52,9 @@ def _read(config: Config, kind: list[str], *, max_positions: int, **fields: Any)
     return TeacherSpec(
         **common,
         **fields,
-        mlp_bias=bool(config.get("mlp_bias", False)),
         rope=rope,
         layer_rope=layer_rope,
-        # Mistral's own default, where the config does not mention a window.
-        layer_windows=windows(layer_types, config.get("sliding_window", 4096)),
+        layer_windows=windows(layer_types, window),
     )
 
 

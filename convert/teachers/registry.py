@@ -56,6 +56,8 @@ def _refusal(config: Config, model_type: str) -> str | None:
         return "a mixture of experts"
     if config.get("is_encoder_decoder") or any(name in model_type for name in _ENCODERS):
         return "an encoder"
+    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+        return "its tokens attend to later ones: an encoder, as embedding models are"
     heads = config.get("architectures") or []
     if heads and not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in heads):
         return f"architecture {heads[0]} has no language-model head"

@@ -209,6 +209,15 @@ OLD_FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "sliding_window_pattern": 2,
         },
     ),
+    "ministral": (  # transformers loads a mistral config with layer_types as a ministral
+        "ministral",
+        {
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "sliding_window": 5,
+            "head_dim": 8,
+        },
+        {"rope_theta": 1e4, "model_type": "mistral"},
+    ),
     "gemma2-no-layer_types": (
         "gemma2",
         CASES["gemma2"][1],

@@ -46,6 +46,8 @@ def test_the_list() -> None:
         ({"hidden_size": 8}, "without model_type"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "no lang"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"model_type": "qwen2", "is_causal": False}, "attend to later ones: an encoder"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "later ones"),
     ],
 )
 def test_refusals(config: dict[str, Any], word: str) -> None:
@@ -76,10 +78,32 @@ def test_unsupported_rope(rope: dict[str, Any], word: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_bidirectional_gemma_is_refused() -> None:
-    config = {**SIZES, "model_type": "gemma3_text", "use_bidirectional_attention": True}
-    with pytest.raises(UserError, match="encoder"):
+@pytest.mark.parametrize(
+    ("model_type", "changes", "word"),
+    [
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps"),
+        ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
+        ("gemma2", {"sliding_window": None}, "sliding_window is null"),
+        (
+            "smollm3",
+            {"layer_types": ["sliding_attention"] * 4, "sliding_window": 7},
+            "switched off",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear"}},
+            "do not agree",
+        ),
+    ],
+)
+def test_what_a_config_leaves_open_is_refused(
+    model_type: str, changes: dict[str, Any], word: str
+) -> None:
+    """transformers refuses these too, or reads them in a way that nobody meant."""
+    config = {**SIZES, "model_type": model_type, **changes}
+    with pytest.raises(UserError, match=word) as caught:
         family_of(config).read_spec(config)
+    assert "\n" not in str(caught.value)
 
 
 def test_uneven_heads_are_refused() -> None:
