@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -42,13 +42,30 @@ _TOP_MODULES = {
 }
 # The sizes whose attention scale is hidden / heads and not head_dim (llama.cpp decides likewise).
 _ODD_SCALE_LAYERS = {"gemma2": 46, "gemma3": 62}
+# Keys that change what a model computes, and the values of them that are computed here.
+_AS_COMPUTED: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "logit_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
 
 
 def read_config(file: GGUFFile) -> Config:
     """The published config that the metadata stand for.
 
     Raises:
-        UserError: an architecture that is not among ARCHITECTURES, or scaled RoPE frequencies.
+        UserError: an architecture that is not among ARCHITECTURES, scaled RoPE frequencies, or a
+            setting that is not computed here.
     """
     arch = file.metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
@@ -65,6 +82,7 @@ def read_config(file: GGUFFile) -> Config:
     def value(key: str, default: Any = None) -> Any:
         return file.metadata.get(f"{arch}.{key}", default)
 
+    _check_settings(file.path.name, value)
     heads, hidden = value("attention.head_count"), value("embedding_length")
     head_dim = value("attention.key_length") or value("rope.dimension_count")
     config = {
@@ -86,14 +104,35 @@ def read_config(file: GGUFFile) -> Config:
         **_ids(file.metadata),
     }
     if arch.startswith("gemma"):
-        odd = value("block_count") == _ODD_SCALE_LAYERS[arch]
-        config["query_pre_attn_scalar"] = hidden // heads if odd else head_dim
-        config["attn_logit_softcapping"] = value("attn_logit_softcapping")
-        config["final_logit_softcapping"] = value("final_logit_softcapping")
+        config |= _of_gemma(arch, value, head_dim)
     if window := value("attention.sliding_window"):
         config["sliding_window"] = window
         config["model_type"] = "mistral" if arch == "llama" else config["model_type"]
     return config
+
+
+def _check_settings(name: str, value: Callable[..., Any]) -> None:
+    for key, computed in _AS_COMPUTED.items():
+        if value(key, computed[0]) not in computed:
+            raise UserError(
+                f"{name} has {key} = {value(key)}, which is not computed here; give the original "
+                "checkpoint folder or hub id instead"
+            )
+
+
+def _of_gemma(arch: str, value: Callable[..., Any], head_dim: int) -> Config:
+    """What Gemma's configs have beside all others'."""
+    odd = value("block_count") == _ODD_SCALE_LAYERS[arch]
+    scale = value("embedding_length") // value("attention.head_count") if odd else head_dim
+    # The first files of Gemma 2 name no caps and have them all the same.
+    score_cap, logit_cap = (50.0, 30.0) if arch == "gemma2" else (None, None)
+    return {
+        "query_pre_attn_scalar": scale,
+        "attn_logit_softcapping": value("attn_logit_softcapping", score_cap),
+        "final_logit_softcapping": value("final_logit_softcapping", logit_cap),
+        "rope_local_base_freq": value("rope.freq_base_swa"),
+        **_window_pattern(value("attention.sliding_window_pattern")),
+    }
 
 
 def tensors(file: GGUFFile, config: Config) -> Iterator[tuple[str, Tensor]]:
@@ -144,6 +183,16 @@ def _rope_scaling(value: Any) -> dict[str, Any] | None:
         "factor": factor,
         "original_max_position_embeddings": value("rope.scaling.original_context_length"),
     }
+
+
+def _window_pattern(pattern: Any) -> dict[str, Any]:
+    """Which layers have windows: all but every n-th one, or one truth value a layer."""
+    if pattern is None:
+        return {}
+    if isinstance(pattern, int):
+        return {"sliding_window_pattern": pattern}
+    kinds = ("full_attention", "sliding_attention")
+    return {"layer_types": [kinds[bool(windowed)] for windowed in pattern]}
 
 
 def _rotated(value: Any, head_dim: int | None) -> float | None:

@@ -24,6 +24,7 @@ CASES = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 12},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 7, **CAPS},
+    "gemma2-default": {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 7},
     "gemma3_text": {
         "head_dim": 12,
         "query_pre_attn_scalar": 12,
@@ -44,6 +45,37 @@ def test_logits_equal_the_model_it_was_written_from(case: str, tmp_path: Path) -
     assert difference.abs().max() < 1e-4
     assert teacher.tokenizer is None
     assert any("dequantised" in remark for remark in teacher.remarks)
+
+
+@pytest.mark.parametrize("pattern", [2, [True, False, True, False]])
+def test_windows_and_their_rope_base_are_read(pattern: int | list[bool], tmp_path: Path) -> None:
+    ropes = {"full_attention": 1e6, "sliding_attention": 50.0}
+    oracle = tiny_hf(
+        "gemma3_text",
+        head_dim=12,
+        query_pre_attn_scalar=12,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={k: {"rope_type": "default", "rope_theta": v} for k, v in ropes.items()},
+    )
+    path = tmp_path / "tiny.gguf"
+    settings = {"rope.freq_base_swa": 50.0, "attention.sliding_window_pattern": pattern}
+    write_gguf(oracle, path, settings=settings)
+    with torch.no_grad():
+        difference = load_teacher(str(path)).model(IDS).logits - oracle(IDS).logits
+    assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attention.scale", 0.3), ("attention.causal", False), ("rope.scaling.yarn_beta_fast", 16.0)],
+)
+def test_what_is_not_computed_is_refused(key: str, value: bool | float, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny_hf("llama"), path, settings={key: value})
+    with pytest.raises(UserError, match=key) as caught:
+        describe_teacher(str(path))
+    assert "\n" not in str(caught.value)
 
 
 def test_quantised_blocks_are_decoded(

@@ -37,6 +37,7 @@ def write_gguf(
     *,
     quantise: bool = False,
     extra_tensors: dict[str, np.ndarray] | None = None,
+    settings: dict[str, bool | int | float | list[bool]] | None = None,
 ) -> dict[str, np.ndarray]:
     """Write the file; returns the fp32 values of the quantised tensors by GGUF name."""
     config = model.config
@@ -55,9 +56,12 @@ def write_gguf(
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if arch.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
-    if arch == "gemma2":
+    if arch == "gemma2" and config.final_logit_softcapping != 30.0:  # else as the first files
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    for key, value in (settings or {}).items():
+        adders.get(type(value), writer.add_array)(f"{arch}.{key}", value)
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer)
     quantised = _add_tensors(writer, model, arch, quantise)
