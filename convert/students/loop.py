@@ -62,15 +62,15 @@ class LoopState:
 
 
 def at_depth(steps: tuple[Step, ...], depths: int) -> tuple[Step, ...]:
-    """The first ``depths`` visits, or more of the last; without a coda the end closes a loop."""
-    last = steps[-1]
+    """The first ``depths`` visits, or more of the last; an end before the coda closes a loop."""
+    last, core_end = steps[-1], max(step.slot for step in steps if step.closes_loop)
     more = (
         replace(last, slot=slot, opens_loop=False, closes_loop=False)
         for slot in range(len(steps), depths)
     )
     found = [*steps[:depths], *more]
-    closes = last.closes_loop or found[-1].closes_loop
-    return (*found[:-1], replace(found[-1], closes_loop=closes))
+    in_coda = not last.closes_loop and len(found) > core_end + 1
+    return (*found[:-1], replace(found[-1], closes_loop=not in_coda))
 
 
 def make_schedule(

@@ -214,7 +214,7 @@ class LT2Model(LT2PreTrainedModel):
 
     def finish(self, state: LoopState) -> LoopState:
         """The stream that the head reads: the last loop's, or the coda's, normed once."""
-        if self.config.coda_layers == 0:
+        if self.schedule[-1].closes_loop:  # no coda, or fewer depths of a Dreamer
             return state.with_stream(state.loop_states[-1])
         return state.with_stream(self.norm(state.h_BTC))
 

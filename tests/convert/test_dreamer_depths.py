@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from dreamer_case import released
 from helpers import tiny_model, tiny_spec, tokens
 
 from ltconvert.convert.checkpoint import load_student, save_student
+from ltconvert.convert.decoding import Decoder
 from ltconvert.convert.dropping import drop_layers
 from ltconvert.convert.inspect import model_facts
 from ltconvert.convert.students.dreamer.depths import set_depths
 from ltconvert.convert.students.dreamer.layer import DreamerPass
+from ltconvert.convert.transfer import build_student
 from ltconvert.errors import UserError
 
 
@@ -29,6 +32,31 @@ def test_fewer_depths_of_forced_routing_are_the_teacher_without_its_last_layers(
         torch.testing.assert_close(student(ids).logits, wanted, atol=1e-4, rtol=0)
         assert set_depths(student, None) is None
         torch.testing.assert_close(student(ids).logits, teacher(ids).logits, atol=1e-4, rtol=0)
+
+
+# Streams, counted in visits, that the final norm has closed already.
+@pytest.mark.parametrize(
+    ("loop_norm", "closed"), [("last", {6}), ("core", {5, 6}), ("every", {3, 5, 6})]
+)
+def test_the_final_norm_closes_a_pass_wherever_it_ends(
+    loop_norm: Literal["last", "core", "every"], closed: set[int]
+) -> None:
+    """In the prelude, in a loop, between loops, before the coda, behind it; decoding agrees."""
+    shape = {"num_layers": 4, "layer_rope": ("default",) * 4, "layer_windows": (None,) * 4}
+    loops = {"num_loops": 2, "prelude_layers": 1, "coda_layers": 1, "loop_norm": loop_norm}
+    teacher, ids = tiny_model(tiny_spec("llama", **shape, **loops)), tokens(2, 6)
+    student = build_student(teacher, ["full"] * 4, {"dreamer": {"entries": 4, "experts": 4}})
+    with torch.no_grad():
+        streams = teacher.model(ids, output_hidden_states=True).hidden_states
+        for depths in range(1, 8):
+            set_depths(student, depths)
+            if depths <= 6:
+                h = streams[depths]
+                wanted = student.logits(h if depths in closed else student.model.norm(h))
+                torch.testing.assert_close(student(ids).logits, wanted, atol=1e-4, rtol=1e-4)
+            written = student.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+            decoder = Decoder(student, batch=2, max_length=10)
+            assert torch.equal(decoder.generate(ids, max_new_tokens=4), written[:, 6:])
 
 
 @pytest.mark.parametrize("family", ["llama", "ouro", "gemma2", "huginn"])
