@@ -81,7 +81,8 @@ def drop_layers(teacher: LT2ForCausalLM, layers: Collection[int]) -> LT2ForCausa
         elif found[1] in places:
             own[f"model.layers.{places[found[1]]}.{name[found.end() :]}"] = value.detach()
     with torch.device("meta"):
-        model = LT2ForCausalLM(LT2Config.from_spec(spec))
+        gates = {name: getattr(teacher.config, name) for name in ("sdpa_gate", "loop_residual")}
+        model = LT2ForCausalLM(LT2Config.from_spec(spec, **gates))
     missing, unexpected = model.load_state_dict(own, strict=False, assign=True)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()

@@ -37,4 +37,10 @@ def inherited(recipe: Recipe, name: str, config: LT2Config) -> dict[str, Any]:
             "full attention everywhere, unless student.kind is dreamer: give the model that it "
             "was made from"
         )
+    for option in ("loop_residual", "sdpa_gate"):
+        if getattr(config, option) and not getattr(recipe.student, option):
+            raise UserError(
+                f"teacher {name} was made with student.{option}=true, which its student would "
+                f"lose; give --set student.{option}=true"
+            )
     return {}

@@ -16,6 +16,7 @@ from ltconvert.convert.mixers.context import SequenceContext
 from ltconvert.convert.mixers.gdn import GatedDeltaNet
 from ltconvert.convert.mixers.rope import rotated
 from ltconvert.convert.teachers.spec import TeacherSpec
+from ltconvert.errors import UserError
 from ltconvert.kernels.window_attention import window_attention
 
 NOTHING = -40.0  # log of a weight that vanishes in fp32 beside any window's
@@ -62,6 +63,19 @@ class WindowedGatedDeltaNet(GatedDeltaNet):
         if hasattr(self, "rest_proj"):  # the parent calls this before there is one
             nn.init.zeros_(self.rest_proj.weight)
             nn.init.constant_(self.rest_proj.bias, NOTHING if self.closed else 0.0)
+
+    def inherit(self, teacher: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See ``LinearMixer``.
+
+        Raises:
+            UserError: the teacher has an output gate; the one here is the recurrence's alone.
+        """
+        if "gate_proj.weight" in teacher and "rest_proj.weight" not in teacher:
+            raise UserError(
+                "the teacher's layers have output gates (student.sdpa_gate), for which gdn_window "
+                "mixers have no place; use gdn mixers, or the model that it was made from"
+            )
+        return super().inherit(teacher)
 
     def mixed(
         self,

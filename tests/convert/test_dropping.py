@@ -22,9 +22,11 @@ def silenced(model: LT2ForCausalLM, layer: int) -> LT2ForCausalLM:
     return model
 
 
+@pytest.mark.parametrize("gates", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_dropped_layer_adds_nothing(family: str) -> None:
-    teacher, ids = tiny_model(tiny_spec(family)), tokens(2, 9)
+def test_a_dropped_layer_adds_nothing(family: str, gates: bool) -> None:
+    options = {"sdpa_gate": gates, "loop_residual": gates}
+    teacher, ids = tiny_model(tiny_spec(family), ["full"] * 3, **options), tokens(2, 9)
     with torch.no_grad():
         found = drop_layers(teacher, [1])(ids).logits
         wanted = silenced(teacher, 1)(ids).logits

@@ -9,6 +9,7 @@ from helpers import FAMILIES, tiny_model, tiny_spec, tokens
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill.calibrate import calibrate
 from ltconvert.distill.data.batch import Batch
+from ltconvert.errors import UserError
 from ltconvert.kernels.window_attention import window_attention
 
 WINDOW = 6
@@ -26,6 +27,13 @@ def test_up_to_the_window_it_is_the_teacher(family: str, loops: int) -> None:
         found, wanted = student(ids).logits, teacher(ids).logits
     torch.testing.assert_close(found[:, :WINDOW], wanted[:, :WINDOW], atol=1e-9, rtol=1e-9)
     assert (found[:, WINDOW:] - wanted[:, WINDOW:]).abs().max() > 1e-3
+
+
+def test_a_teacher_with_output_gates_is_refused() -> None:
+    """They would act on the recurrence alone."""
+    teacher = tiny_model(tiny_spec(), ["full"] * 3, sdpa_gate=True)
+    with pytest.raises(UserError, match="output gates"):
+        build_student(teacher, ["gdn_window"] * 3)
 
 
 def test_with_the_teachers_rest_and_outside_it_is_full_attention() -> None:
