@@ -131,7 +131,11 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     ),
     "precision": (
         Annotated[
-            Precision, typer.Option(help="auto measures which is faster.", rich_help_panel="Shared")
+            Precision,
+            typer.Option(
+                help="auto: bf16 if the GPU has it, or a CPU is measured to be faster so.",
+                rich_help_panel="Shared",
+            ),
         ],
         Precision.auto,
     ),

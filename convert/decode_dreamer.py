@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from ltconvert.convert.students.dreamer.layer import DreamerLayer, place_of
 from ltconvert.convert.students.dreamer.pools import AttentionPool, Depth, SharedExpert
 from ltconvert.convert.students.dreamer.recurrent import RecurrentPool
 from ltconvert.convert.students.dreamer.router import Router, Routes
-from ltconvert.convert.students.dreamer.rows import PickedRows
+from ltconvert.convert.students.dreamer.rows import Mixture, PickedRows
 from ltconvert.convert.students.dreamer.visit import Visit
 from ltconvert.convert.students.loop import Step
 from ltconvert.convert.students.static_layers import StaticKeys
@@ -90,10 +91,11 @@ class SharedExpertStep:
         with torch.inference_mode(False):
             self.itself_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.gate_up.device)
 
-    def __call__(self, x_BC: Tensor, top_B: Tensor) -> Tensor:
-        """What it adds to the stream, [B, C]."""
+    def __call__(self, h_BC: Tensor, x_BC: Tensor, top_B: Tensor) -> Tensor:
+        """The stream [B, C] with what it adds."""
         m_BI = decode_linear(x_BC, self.gate_up, swiglu=True, activation=self.activation)
-        return decode_experts(m_BI, self.down[None], None, self.itself_B1, top_B[:, None])
+        given = m_BI, self.down[None], None, self.itself_B1, top_B[:, None]
+        return decode_experts(*given, residual_NO=h_BC)
 
 
 class Parts(NamedTuple):
@@ -101,6 +103,7 @@ class Parts(NamedTuple):
 
     depths: DepthAttentionStep | None
     shared: SharedExpertStep | None
+    activation: GateActivation | None
 
     @classmethod
     def of(cls, layer: DreamerLayer, rows: int) -> Parts:
@@ -109,7 +112,7 @@ class Parts(NamedTuple):
         activation, shared = ACTIVATIONS.get(layer.spec.hidden_act), None
         if layer.shared is not None and activation is not None:
             shared = SharedExpertStep(layer.shared, activation, rows)
-        return cls(depths, shared)
+        return cls(depths, shared, activation)
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,10 @@ class TokenVisit(Visit):
         assert self.parts.depths is not None
         return self.parts.depths(h_BTC[:, 0], self.depth)[:, None], None
 
-    def share(self, expert: SharedExpert, x_NC: Tensor, top_N: Tensor) -> Tensor:
+    def share(self, expert: SharedExpert, h_NC: Tensor, x_NC: Tensor, top_N: Tensor) -> Tensor:
         """See ``Visit``."""
-        shared = self.parts.shared
-        return super().share(expert, x_NC, top_N) if shared is None else shared(x_NC, top_N)
+        share = partial(super().share, expert) if self.parts.shared is None else self.parts.shared
+        return share(h_NC, x_NC, top_N)
 
     def route(self, router: Router, h_BTC: Tensor, eps: float) -> tuple[Tensor, Routes]:
         """See ``Visit``."""
@@ -138,9 +141,11 @@ class TokenVisit(Visit):
         )  # fmt: skip
         return x_BC[:, None], Routes(*found)
 
-    def heads(self, pool: AttentionPool, projected: Sequence[Tensor], at: Depth) -> Tensor:
+    def heads(self, y_BTO: Tensor, mixture: Mixture, pool: AttentionPool, at: Depth) -> Tensor:
         """See ``Visit``."""
-        qkv_BM = torch.cat([y.flatten(1) for y in projected[:3]], dim=-1)
+        projected, qkv_BM = pool.split(y_BTO, mixture), y_BTO[:, 0, : sum(pool.widths[:3])]
+        if pool.spec.qk_norm is not None:
+            qkv_BM = torch.cat([y.flatten(1) for y in projected[:3]], dim=-1)
         if isinstance(pool, RecurrentPool):
             o_BHD = self._recurred(qkv_BM, pool.cores[at.layer], projected[3:-1])
         else:
@@ -153,11 +158,12 @@ class TokenVisit(Visit):
         first, device = self.layer * slices, self.release.device
         own_NK = torch.arange(first, first + slices, device=device).expand(rows, -1)
         weights_NK = torch.ones(rows, slices, device=device)
-        return PickedRows(own_NK, weights_NK, router.experts, 0)
+        return PickedRows(own_NK, weights_NK, router.experts, 0, self.parts.activation)
 
     def chosen_rows(self, routes: Routes, router: Router) -> PickedRows:
         """See ``Visit``."""
-        return PickedRows(routes.chosen_NK, routes.weights_NK, router.experts, router.nulls)
+        chosen = routes.chosen_NK, routes.weights_NK, router.experts, router.nulls
+        return PickedRows(*chosen, self.parts.activation)
 
     def _recurred(self, qkv_BM: Tensor, core: Any, others: Sequence[Tensor]) -> Tensor:
         rates = len(core.RATES)

@@ -118,11 +118,11 @@ def of_decode_linear(x_BC: Tensor, weight: Tensor) -> str | None:
     return of_precision(x_BC, weight)
 
 
-def of_decode_experts(x: Tensor, weight_EOC: Tensor) -> str | None:
+def of_decode_experts(x: Tensor, weight_ERC: Tensor) -> str | None:
     """The same, but for the number of rows."""
-    if weight_EOC.stride(-1) != 1:
+    if weight_ERC.stride(-1) != 1:
         return "the weights of an output have to lie side by side"
-    return of_precision(x, weight_EOC)
+    return of_precision(x, weight_ERC)
 
 
 def of_decode_route(h_BC: Tensor, keys_XC: Tensor) -> str | None:

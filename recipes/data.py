@@ -12,7 +12,8 @@ class DataSettings(Settings):
 
     source: str = Field(
         "pydoc",
-        description="`pydoc`, a file or folder (jsonl, parquet, txt; gz, xz, zst), or a hub id",
+        description="`pydoc` (the reference text inside Python, nothing to download), a file or"
+        " folder (jsonl, parquet, txt, md, rst; gz, bz2, xz, zst), or a hub id",
     )
     text_field: str = Field("text", description="field that holds the text")
     messages_field: str = Field(

@@ -18,8 +18,8 @@ class RuntimeSettings(Settings):
     compile: CompileSetting = Field(
         "auto",
         description=(
-            "compile the layers of training steps: `layers`, `off`, or `auto`: on a GPU when"
-            " enough steps are left to make up for it"
+            "compile the layers of training steps: `layers`, `off`, or `auto`: on a GPU in"
+            " stages with enough steps to make up for it (200)"
         ),
     )
 
@@ -27,7 +27,7 @@ class RuntimeSettings(Settings):
         "auto",
         description=(
             "record the launches of a training step once and replay them: `off`, or `auto`: on an"
-            " NVIDIA GPU where enough steps are left and each does the same work (not a Dreamer's)"
+            " NVIDIA GPU in stages of 50 steps or more that do the same work (not a Dreamer's)"
         ),
     )
 

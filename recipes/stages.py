@@ -71,7 +71,9 @@ class AlignSettings(TrainSettings):
     batch_tokens: int = Field(49_152, gt=0)
     lr: float = Field(1e-3, gt=0)
     calibrate: bool = Field(
-        True, description="start output norms at the scale of the teacher's attention outputs"
+        True,
+        description="start output norms, half-lives and the share of a window from what the"
+        " teacher's attention does",
     )
     layers_at_once: int | None = Field(
         None,

@@ -54,7 +54,7 @@ def _case(
         chosen = order.repeat(tokens * choices // experts + 1)[: tokens * choices]
         found = {
             "x": draw.normal(tokens, channels),
-            "weight_EOC": draw.normal(experts, outputs, channels, scale=channels**-0.5),
+            "weight_ERC": draw.normal(experts, outputs, channels, scale=channels**-0.5),
             "chosen_NK": chosen.view(tokens, choices),
         }
         return found | ({"weights_NK": draw.open_unit(tokens, choices)} if summed else {})
@@ -73,17 +73,17 @@ def _case(
 
 
 def _ours(
-    x: Tensor, weight_EOC: Tensor, chosen_NK: Tensor, weights_NK: Tensor | None = None
+    x: Tensor, weight_ERC: Tensor, chosen_NK: Tensor, weights_NK: Tensor | None = None
 ) -> Tensor:
-    return decode_experts(x, weight_EOC, None, chosen_NK, weights_NK)
+    return decode_experts(x, weight_ERC, None, chosen_NK, weights_NK)
 
 
 def _grouped(
-    x: Tensor, weight_EOC: Tensor, chosen_NK: Tensor, weights_NK: Tensor | None = None
+    x: Tensor, weight_ERC: Tensor, chosen_NK: Tensor, weights_NK: Tensor | None = None
 ) -> Tensor:
     """As a forward pass does it."""
-    grouping = grouped.group(chosen_NK, len(weight_EOC))
-    y_MO = grouped.grouped_linear(permute(x, grouping.place_NK), weight_EOC, grouping)
+    grouping = grouped.group(chosen_NK, len(weight_ERC))
+    y_MO = grouped.grouped_linear(permute(x, grouping.place_NK), weight_ERC, grouping)
     if weights_NK is None:
         return y_MO[grouping.place_NK]
     return unpermute(y_MO, grouping.place_NK, weights_NK)

@@ -17,7 +17,7 @@ from ltconvert.convert.students.dreamer.depths import set_depths
 from ltconvert.convert.students.dreamer.layer import DreamerLayer
 from ltconvert.convert.students.dreamer.pools import Pool
 from ltconvert.convert.students.dreamer.router import Routes
-from ltconvert.convert.students.dreamer.rows import Mixture
+from ltconvert.convert.students.dreamer.rows import Expert, Mixture
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.data import Batch
 from ltconvert.distill.evaluation.routing_usage import Usage
@@ -64,9 +64,10 @@ def _adding(layer: DreamerLayer) -> Iterator[dict[str, list[Tensor]]]:
         pool: Pool = getattr(layer, name)
         joined = pool.joined
 
-        def note(h_BTC: Tensor, y_BTC: Tensor, mixture: Mixture) -> Tensor:
-            after_BTC = joined(h_BTC, y_BTC, mixture)
+        def note(h_BTC: Tensor, mixture: Mixture, expert: Expert) -> Tensor:
+            after_BTC = joined(h_BTC, mixture, expert)
             if layer.spec.norm_layout == "outer":  # the norm scales the stream and y alike
+                y_BTC = mixture(expert).view_as(h_BTC)
                 share_N = _lengths(y_BTC) / _lengths(h_BTC + y_BTC)
                 sizes[name] = share_N * _lengths(after_BTC)
             else:  # y is not what is added where a norm stands behind it

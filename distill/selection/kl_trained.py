@@ -1,8 +1,8 @@
 """Method ``kl``: make one layer full in the linear student, distil briefly, rank by the last KL.
 
-The method of fla-org/hybrid-distillation ("GA-S2"). Every layer sees the same rows in the same
-order, so that KLs are compared pairwise. A layer's training is measured in parts of equal length,
-and the mean KL of the last part is its score.
+The method of fla-org/hybrid-distillation ("GA-S2", arXiv 2512.20569). Every layer sees the same
+rows in the same order, so that KLs are compared pairwise. A layer's training is measured in parts
+of equal length, and the mean KL of the last part is its score.
 
 A layer stops early once it has been outside the chosen set, as far as it is known, for
 ``stable_rounds`` parts in a row: so the likely ones, by a forward-only look at one batch, go first.

@@ -8,15 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ltconvert.kernels.decode_linear.parts import optional
+from ltconvert.kernels.decode_linear.parts import gated, optional, weights
 from ltconvert.kernels.overlap_kernels import let_go, take_turn
 
 
 @triton.jit(do_not_specialize=["experts", "outputs"])
 def experts_kernel(
-    x_ptr, weight_ptr, bias_ptr, chosen_ptr, weights_ptr, y_ptr, experts, outputs,
+    x_ptr, weight_ptr, bias_ptr, chosen_ptr, weights_ptr, residual_ptr, y_ptr, experts, outputs,
     expert_stride, output_stride,
     C: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr, SUM: tl.constexpr,
+    SWIGLU: tl.constexpr, ACTIVATION: tl.constexpr,
     BO: tl.constexpr, BC: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A row of the result is a token's with ``SUM``, else a choice's.
@@ -30,8 +31,12 @@ def experts_kernel(
     in_O = o_O < outputs
     c_C = tl.arange(0, BC)
     take_turn(OVERLAP)
+    at_row_O = row.to(tl.int64) * outputs + o_O
+    residual_O = optional(residual_ptr, at_row_O, in_O)
     sums_OC = tl.zeros([BO, BC], tl.float32)
     bias_O = tl.zeros([BO], tl.float32)
+    up_sums_OC, up_bias_O = sums_OC, bias_O
+    up = outputs.to(tl.int64)  # rows from a gate's to those behind it
     for k in tl.static_range(K if SUM else 1):
         choice = row * K + k if SUM else row
         expert = tl.load(chosen_ptr + choice).to(tl.int64)
@@ -42,15 +47,16 @@ def experts_kernel(
         for start in tl.static_range(0, C, BC):
             n_C = start + c_C
             x_C = tl.load(x_row_ptr + n_C, mask=n_C < C, other=0.0).to(tl.float32) * share
-            # They pass by the first-level cache, where x stays.
-            weight_OC = tl.load(
-                weight_ptr + at_O[:, None] + n_C[None, :],
-                mask=real_O[:, None] & (n_C < C)[None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
+            weight_OC = weights(weight_ptr, at_O, n_C, real_O, C)
             sums_OC += weight_OC.to(tl.float32) * x_C[None, :]
-        bias_O += optional(bias_ptr, expert * outputs + o_O, real_O) * share
-    y_O = tl.sum(sums_OC, axis=1) + bias_O
-    at_O = row.to(tl.int64) * outputs + o_O
-    tl.store(y_ptr + at_O, y_O.to(y_ptr.dtype.element_ty), mask=in_O)
+            if SWIGLU:
+                up_OC = weights(weight_ptr + up * output_stride, at_O, n_C, real_O, C)
+                up_sums_OC += up_OC.to(tl.float32) * x_C[None, :]
+        at_bias_O = expert * (2 * outputs if SWIGLU else outputs) + o_O
+        bias_O += optional(bias_ptr, at_bias_O, real_O) * share
+        if SWIGLU:
+            up_bias_O += optional(bias_ptr, at_bias_O + up, real_O)
+    up_O = tl.sum(up_sums_OC, axis=1) if SWIGLU else 0.0
+    y_O = gated(tl.sum(sums_OC, axis=1), up_O, bias_O, up_bias_O, y_ptr, SWIGLU, ACTIVATION)
+    y_O += residual_O
+    tl.store(y_ptr + at_row_O, y_O.to(y_ptr.dtype.element_ty), mask=in_O)

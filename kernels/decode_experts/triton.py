@@ -18,13 +18,18 @@ WARPS = 4
 
 def decode_experts(
     x: Tensor,
-    weight_EOC: Tensor,
-    bias_EO: Tensor | None,
+    weight_ERC: Tensor,
+    bias_ER: Tensor | None,
     chosen_NK: Tensor,
     weights_NK: Tensor | None,
+    *,
+    residual_NO: Tensor | None,
+    swiglu: bool,
+    activation: str,
 ) -> Tensor:
     """See ``ltconvert.kernels.decode_experts.decode_experts``."""
-    experts, outputs, channels = weight_EOC.shape
+    experts, outputs, channels = weight_ERC.shape
+    outputs = outputs // 2 if swiglu else outputs
     tokens, choices = chosen_NK.shape
     summed = weights_NK is not None
     y = x.new_empty((tokens, outputs) if summed else (tokens, choices, outputs))
@@ -34,13 +39,17 @@ def decode_experts(
     wanted = PROGRAMS * processors(x.device)
     enough = (n for n in OUTPUTS if rows * triton.cdiv(outputs, n) >= wanted)
     each = next(enough, OUTPUTS[-1])
+    bias, weights, residual = (
+        None if given is None else given.contiguous()
+        for given in (bias_ER, weights_NK, residual_NO)
+    )
     with torch.cuda.device_of(x):
         # Rows with the same expert run side by side and find its weights in a cache.
         experts_kernel[(rows, triton.cdiv(outputs, each))](
-            x.contiguous(), weight_EOC, None if bias_EO is None else bias_EO.contiguous(),
-            chosen_NK.contiguous(), None if weights_NK is None else weights_NK.contiguous(), y,
-            experts, outputs, weight_EOC.stride(0), weight_EOC.stride(1),
+            x.contiguous(), weight_ERC, bias, chosen_NK.contiguous(), weights, residual, y,
+            experts, outputs, weight_ERC.stride(0), weight_ERC.stride(1),
             C=channels, K=choices, SHARED=x.dim() == 2, SUM=summed,
+            SWIGLU=swiglu, ACTIVATION=activation,
             BO=each, BC=min(triton.next_power_of_2(channels), BLOCK_BYTES // x.element_size()),
             num_warps=WARPS, **overlap.options(x.device),
         )  # fmt: skip

@@ -44,11 +44,12 @@ def decode_linear(
     batch, channels = x_BC.shape
     rows = weight_OC.shape[0]
     outputs = rows // 2 if swiglu else rows
-    if weight_OC.shape != (rows, channels) or (swiglu and rows % 2) or not channels:
+    if weight_OC.shape != (rows, channels) or not channels:
         raise ValueError(
             f"with x {list(x_BC.shape)}, the weight must be [outputs, {channels}] (twice the "
             f"outputs with swiglu) and have channels, got {list(weight_OC.shape)}"
         )
+    check_gate(rows, activation, swiglu=swiglu)
     sizes = (
         ("bias", bias_O, (rows,)),
         ("norm's weight", norm_weight_C, (channels,)),
@@ -60,8 +61,6 @@ def decode_linear(
     for name, tensor in (("weight", weight_OC), ("bias", bias_O), ("residual", residual_BO)):
         if tensor is not None and tensor.dtype != x_BC.dtype:
             raise ValueError(f"the {name} must have x's dtype {x_BC.dtype}, got {tensor.dtype}")
-    if activation not in ("silu", "gelu_tanh"):
-        raise ValueError(f"activation must be 'silu' or 'gelu_tanh', got {activation!r}")
     refuse_gradients("decode_linear", x_BC, weight_OC, bias_O, norm_weight_C, residual_BO)
     limit = limits.of_decode_linear(x_BC, weight_OC)
     return dispatch.implementation("decode_linear", x_BC.device, limit).decode_linear(
@@ -75,3 +74,15 @@ def decode_linear(
         swiglu=swiglu,
         activation=activation,
     )
+
+
+def check_gate(rows: int, activation: str, *, swiglu: bool) -> None:
+    """Refuse rows of a weight that have no halves with ``swiglu``, and unknown activations.
+
+    Raises:
+        ValueError: one of these.
+    """
+    if swiglu and rows % 2:
+        raise ValueError(f"with swiglu the weight must have twice the outputs, got {rows} rows")
+    if activation not in ("silu", "gelu_tanh"):
+        raise ValueError(f"activation must be 'silu' or 'gelu_tanh', got {activation!r}")

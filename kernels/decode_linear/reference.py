@@ -28,9 +28,13 @@ def decode_linear(
     with torch.autocast(x_BC.device.type, enabled=False):
         y_BO = F.linear(x_BC, weight_OC, bias_O)
     if swiglu:
-        gate_BO, up_BO = y_BO.chunk(2, dim=-1)
-        if activation == "silu":
-            y_BO = F.silu(gate_BO) * up_BO
-        else:
-            y_BO = F.gelu(gate_BO, approximate="tanh") * up_BO
+        y_BO = gated(y_BO, activation)
     return y_BO if residual_BO is None else residual_BO + y_BO
+
+
+def gated(y: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up`` of [..., 2 O], [..., O]."""
+    gate, up = y.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh") * up

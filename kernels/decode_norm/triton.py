@@ -9,7 +9,7 @@ from torch import Tensor
 from ltconvert.kernels import overlap
 from ltconvert.kernels.decode_norm.kernels import norm_kernel
 
-CHANNELS = 128  # of a warp, up to 16
+CHANNELS = 256  # of a warp, up to 16
 
 
 def decode_norm(

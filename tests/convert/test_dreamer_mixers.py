@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,7 +100,9 @@ def test_a_depth_whose_tokens_agree_is_a_mixer_of_mean_matrices(kind: str, famil
         visit = DreamerPass.of(layer).visit(step, context)
         mixture = visit.mixture(routes, layer.attention_router)
         at = Depth(step.layer, None, None)
-        found = pool(x_BTC, mixture, lambda projected: visit.heads(pool, projected, at))
+        pool.post_norm = None  # what stands behind it is not the mixer's
+        h_BTC, heads = torch.randn_like(x_BTC), partial(visit.heads, pool=pool, at=at)
+        found = pool(h_BTC, x_BTC, mixture, heads) - h_BTC
         torch.testing.assert_close(found, mixer(x_BTC, context), atol=1e-6, rtol=1e-6)
 
 

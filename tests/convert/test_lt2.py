@@ -257,7 +257,7 @@ def test_a_fresh_process_loads_students_as_they_were(tmp_path: Path) -> None:
     """One process for all: most of its time is the start. A tied head, an untied one in loops."""
     ids, folders = tokens(1, 13), []
     for family in ("llama", "ouro"):
-        kinds = "hybrid", "hybrid tied", "delta", "decay", "dsa", "nsa", "gdn_window"
+        kinds = "hybrid", "hybrid tied", "delta", "decay", "dsa", "nsa", "gdn_window", "moda"
         for mixers in (*kinds, "kda dreamer", "gdn_window dreamer"):
             folders.append(tmp_path / f"{family} {mixers}")
             model = student(family, mixers).float()

@@ -32,8 +32,8 @@ def test_effects_are_shares_of_the_stream() -> None:
     layer, wanted = model.model.dreamer, {"attention": [], "experts": []}
     usage = pool_usage(model, [BATCH])
     added: dict[str, torch.Tensor] = {}
-    layer.attention.register_forward_hook(lambda _, __, y: added.update(attention=y))
-    layer.experts.register_forward_hook(lambda _, __, y: added.update(experts=y))
+    layer.attention.register_forward_hook(lambda _, given, h: added.update(attention=h - given[0]))
+    layer.experts.register_forward_hook(lambda _, given, h: added.update(experts=h - given[0]))
 
     def note(_: Any, __: Any, left: Any) -> None:
         for name, slices in (("attention", 1), ("experts", 2)):

@@ -35,9 +35,12 @@ def inputs(
     shared: bool,
     summed: bool,
     bias: bool = True,
+    residual: bool = False,
+    activation: str | None = None,
 ) -> dict[str, Any]:
     """Random tensors; about a fifth of the choices are nulls."""
     tokens, choices, experts, channels, outputs = shape
+    rows = outputs if activation is None else 2 * outputs
     generator = torch.Generator().manual_seed(sum(shape))
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
@@ -47,12 +50,15 @@ def inputs(
     chosen_NK = torch.randint(0, most, (tokens, choices), generator=generator)
     return {
         "x": normal(*((tokens,) if shared else (tokens, choices)), channels),
-        "weight_EOC": normal(experts, outputs, channels, scale=channels**-0.5),
-        "bias_EO": normal(experts, outputs) if bias else None,
+        "weight_ERC": normal(experts, rows, channels, scale=channels**-0.5),
+        "bias_ER": normal(experts, rows) if bias else None,
         "chosen_NK": chosen_NK.to(device),
         "weights_NK": torch.rand(tokens, choices, generator=generator).to(device)
         if summed
         else None,
+        "residual_NO": normal(tokens, outputs) if residual else None,
+        "swiglu": activation is not None,
+        "activation": activation or "silu",
     }
 
 
@@ -60,7 +66,7 @@ def definition(given: dict[str, Any], work: torch.dtype) -> dict[str, Tensor]:
     """The formula in ``work``, choice by choice."""
     x, weight, bias = (
         None if given[name] is None else given[name].to(work)
-        for name in ("x", "weight_EOC", "bias_EO")
+        for name in ("x", "weight_ERC", "bias_ER")
     )
     assert x is not None and weight is not None
     rows = []
@@ -72,9 +78,16 @@ def definition(given: dict[str, Any], work: torch.dtype) -> dict[str, Tensor]:
                 row[k] += 0.0 if bias is None else bias[expert]
         rows.append(row)
     y_NKO = torch.stack(rows)
+    if given["swiglu"]:
+        gate, up = y_NKO.chunk(2, dim=-1)
+        cubic = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        share = {"silu": gate.sigmoid(), "gelu_tanh": (cubic.tanh() + 1) / 2}
+        y_NKO = gate * share[given["activation"]] * up
     if given["weights_NK"] is None:
         return {"y": y_NKO}
-    return {"y": (given["weights_NK"].to(work)[..., None] * y_NKO).sum(1)}
+    y_NO = (given["weights_NK"].to(work)[..., None] * y_NKO).sum(1)
+    residual = given["residual_NO"]
+    return {"y": y_NO if residual is None else y_NO + residual.to(work)}
 
 
 @pytest.fixture(params=["reference", "copies", pytest.param("triton", marks=needs_triton)])
@@ -101,16 +114,29 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_value(
     backend: str, shape: tuple[int, ...], dtype: torch.dtype, summed: bool, shared: bool
 ) -> None:
-    given = inputs(shape, dtype, shared=shared, summed=summed, bias=sum(shape) % 2 == 0)
+    bias, residual = sum(shape) % 2 == 0, summed and shared
+    given = inputs(shape, dtype, shared=shared, summed=summed, bias=bias, residual=residual)
     truth, plain = (definition(given, work) for work in (torch.float64, dtype))
     found = decode_experts(**given)
     assert found.dtype == dtype and found.is_contiguous()
     check(judge(truth, plain, {"y": found}, dtype))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gates(backend: str, shape: tuple[int, ...], dtype: torch.dtype, activation: str) -> None:
+    shared = activation == "silu"
+    given = inputs(shape, dtype, shared=shared, summed=False, activation=activation)
+    truth, plain = (definition(given, work) for work in (torch.float64, dtype))
+    found = decode_experts(**given)
+    assert found.shape == (*shape[:2], shape[4]) and found.is_contiguous()
+    check(judge(truth, plain, {"y": found}, dtype))
+
+
 def test_nulls_and_what_nobody_chose_are_not_read(backend: str) -> None:
     given = inputs((2, 2, 3, 16, 5), shared=True, summed=True)
-    given["weight_EOC"][1:] = given["bias_EO"][1:] = float("nan")
+    given["weight_ERC"][1:] = given["bias_ER"][1:] = float("nan")
     given["chosen_NK"] = torch.tensor([[0, 3], [4, 5]], device=DEVICE)
     found = decode_experts(**given)
     torch.testing.assert_close(found, definition(given, torch.float64)["y"].float())
@@ -126,10 +152,14 @@ def test_fp64_in_the_reference() -> None:
     ("changed", "message"),
     [
         ({"x": torch.zeros(2, 3, 7)}, r"x must be \[2, 7\] or \[2, 2, 7\], got \[2, 3, 7\]"),
-        ({"bias_EO": torch.zeros(4)}, r"bias must be \[3, 5\]"),
-        ({"weights_NK": torch.zeros(2)}, r"choices' shape \[2, 2\], got \[2\]"),
-        ({"weight_EOC": torch.zeros(3, 5, 7).half()}, "x's dtype torch.float32, got torch.float16"),
-        ({"weight_EOC": torch.zeros(3, 5, 7).requires_grad_()}, "has no gradient"),
+        ({"bias_ER": torch.zeros(4)}, r"bias must be \[3, 5\]"),
+        ({"weights_NK": torch.zeros(2)}, r"choices' weights must be \[2, 2\], got \[2\]"),
+        ({"residual_NO": torch.zeros(2, 4)}, r"residual must be \[2, 5\], got \[2, 4\]"),
+        ({"weights_NK": None, "residual_NO": torch.zeros(2, 5)}, "residual needs weights"),
+        ({"weight_ERC": torch.zeros(3, 4, 7), "bias_ER": None, "swiglu": True}, "not take"),
+        ({"swiglu": True, "weights_NK": None}, "twice the outputs, got 5 rows"),
+        ({"weight_ERC": torch.zeros(3, 5, 7).half()}, "x's dtype torch.float32, got torch.float16"),
+        ({"weight_ERC": torch.zeros(3, 5, 7).requires_grad_()}, "has no gradient"),
     ],
 )
 def test_what_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> None:

@@ -135,9 +135,8 @@ class DreamerLayer(nn.Module):
         x_BTC, routes = self._routed(h_BTC, router, visit, visit.learned)
         mixture = visit.mixture(routes, router)
         at = Depth(visit.layer, self.ropes[visit.depth], self.windows[visit.depth])
-        heads = partial(visit.heads, self.attention, at=at)
-        y_BTC = self.attention(self._read(h_BTC, x_BTC), mixture, heads)
-        return self.attention.joined(after_BTC, y_BTC, mixture), routes
+        heads = partial(visit.heads, pool=self.attention, at=at)
+        return self.attention(after_BTC, self._read(h_BTC, x_BTC), mixture, heads), routes
 
     def _with_experts(self, h_BTC: Tensor, visit: Visit) -> tuple[Tensor, Routes | None]:
         """The stream with what the experts add, the shared one among them, and what was chosen."""
@@ -148,13 +147,13 @@ class DreamerLayer(nn.Module):
         x_BTC, routes = self._routed(h_BTC, router, visit, needed)
         if self.shared is not None:
             assert routes is not None
-            shared_NC = visit.share(self.shared, x_BTC.flatten(0, 1), routes.top_N)
-            after_BTC = h_BTC + shared_NC.view_as(h_BTC)
+            h_NC, x_NC = h_BTC.flatten(0, 1), x_BTC.flatten(0, 1)
+            after_BTC = visit.share(self.shared, h_NC, x_NC, routes.top_N).view_as(h_BTC)
         if not visit.thinks:
             return after_BTC, None
         mixture = visit.mixture(routes, router)
-        y_BTC = self.experts(self._read(h_BTC, x_BTC), mixture)
-        return self.experts.joined(after_BTC, y_BTC, mixture), routes if visit.learned else None
+        after_BTC = self.experts(after_BTC, self._read(h_BTC, x_BTC), mixture)
+        return after_BTC, routes if visit.learned else None
 
     def _routed(
         self, h_BTC: Tensor, router: Router, visit: Visit, needed: bool

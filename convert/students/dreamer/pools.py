@@ -15,6 +15,7 @@ I width of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from ltconvert.convert.mixers import SequenceContext
 from ltconvert.convert.mixers.attention import ZeroLinear, softmax_attention
 from ltconvert.convert.mixers.rope import rotated
 from ltconvert.convert.students.dreamer.banks import Bank, Gains
-from ltconvert.convert.students.dreamer.rows import Mixture, Rows
+from ltconvert.convert.students.dreamer.rows import Expert, Mixture, Rows
 from ltconvert.convert.teachers.spec import TeacherSpec
 
 
@@ -47,21 +48,21 @@ class Pool(nn.Module):
         """All that holds tensors of each expert."""
         return (module for module in self.modules() if isinstance(module, Bank | Gains))
 
-    def joined(self, h_BTC: Tensor, y_BTC: Tensor, mixture: Mixture) -> Tensor:
-        """The stream with a branch's output, [B, T, C].
+    def joined(self, h_BTC: Tensor, mixture: Mixture, expert: Expert) -> Tensor:
+        """The stream with what a branch's experts give, [B, T, C].
 
         Gains of nulls are 0. Where the stream itself is normed, nulls let their share of it pass.
         """
+        h_NC = h_BTC.flatten(0, 1)
         if self.post_norm is None:
-            return h_BTC + y_BTC
+            return mixture.onto(h_NC, expert).view_as(h_BTC)
         outer = self.spec.norm_layout == "outer"
-        x_NC = (h_BTC + y_BTC if outer else y_BTC).flatten(0, 1)
+        x_NC = mixture.onto(h_NC, expert) if outer else mixture(expert)
         x_NC = normed(x_NC, self.post_norm, mixture, self.spec.rms_norm_eps, self.total)
         if not outer:
-            return h_BTC + x_NC.view_as(h_BTC)
-        if (nulls_N1 := mixture.of_nulls()) is not None:
-            passes_N1 = nulls_N1 / self.total
-            x_NC = x_NC + (passes_N1 * h_BTC.flatten(0, 1)).to(x_NC.dtype)
+            x_NC = h_NC + x_NC
+        elif (nulls_N1 := mixture.of_nulls()) is not None:
+            x_NC = x_NC + (nulls_N1 / self.total * h_NC).to(x_NC.dtype)
         return x_NC.view_as(h_BTC)
 
 
@@ -106,25 +107,40 @@ class AttentionPool(Pool):
 
     def forward(
         self,
+        h_BTC: Tensor,
         x_BTC: Tensor,
         mixture: Mixture,
-        heads: Callable[[list[Tensor]], Tensor],
+        heads: Callable[[Tensor, Mixture], Tensor],
     ) -> Tensor:
-        """x [B, T, C] (normed where the family does) -> output of the branch, [B, T, C].
+        """The stream h [B, T, C] with the branch, which reads x (normed where the family does).
 
         Args:
-            heads: what is between the projections of ``qkv`` and ``o``, such as ``mixed``.
+            heads: from what ``qkv`` gives, [B, T, O], and whose mixture it is, to what ``o`` reads,
+                [B, T, M]; such as ``split`` and ``mixed``.
         """
-        projected = self._project(x_BTC.flatten(0, 1), mixture.without_nulls())
-        projected = [y.unflatten(0, x_BTC.shape[:2]) for y in projected]
-        o_NM = heads(projected).flatten(0, 1)
-        y_NC = mixture(lambda rows: rows.out(rows.spread(o_NM), self.o))
-        return y_NC.view_as(x_BTC)
+        x_NC, read = x_BTC.flatten(0, 1), mixture.without_nulls()
+        y_NO = read(lambda rows: rows.out(rows.spread(x_NC), self.qkv))
+        o_NM = heads(y_NO.view(*x_BTC.shape[:2], -1), read).flatten(0, 1)
+        return self.joined(h_BTC, mixture, lambda rows: rows.out(rows.spread(o_NM), self.o))
+
+    def split(self, y_BTO: Tensor, mixture: Mixture) -> list[Tensor]:
+        """Queries [B, T, H, D], keys and values [B, T, G, D], normed as the family does, the rest.
+
+        Args:
+            mixture: y's.
+        """
+        q, k, v, *others = y_BTO.flatten(0, 1).split(self.widths, dim=-1)
+        if self.spec.qk_norm == "full":
+            q, k = self._qk_normed(q, k, mixture)
+        q, k, v = (y.unflatten(-1, (-1, self.spec.head_dim)) for y in (q, k, v))
+        if self.spec.qk_norm == "head":
+            q, k = self._qk_normed(q, k, mixture)
+        return [y.unflatten(0, y_BTO.shape[:2]) for y in (q, k, v, *others)]
 
     def mixed(
         self, projected: Sequence[Tensor], context: SequenceContext, cache_layer: Any, at: Depth
     ) -> Tensor:
-        """What is between the projections of ``qkv`` [B, T, ...] and ``o``, [B, T, M]."""
+        """What is between what was ``split`` and what ``o`` reads, [B, T, M]."""
         q_BHTD, k_BGSD, v_BGSD = (y.transpose(1, 2) for y in projected)
         if cache_layer is None:
             o_BHTD = self.attend(self, q_BHTD, k_BGSD, v_BGSD, context, at.rope_name, at.window)
@@ -137,17 +153,6 @@ class AttentionPool(Pool):
     def core_parameters(self) -> int:
         """Values that belong to a depth, beside those of its entries."""
         return 0
-
-    def _project(self, x_NC: Tensor, mixture: Mixture) -> list[Tensor]:
-        """Queries [N, H, D], keys and values [N, G, D], normed as the family does, and the rest."""
-        y_NO = mixture(lambda rows: rows.out(rows.spread(x_NC), self.qkv))
-        q, k, v, *others = y_NO.split(self.widths, dim=-1)
-        if self.spec.qk_norm == "full":
-            q, k = self._qk_normed(q, k, mixture)
-        q, k, v = (y.unflatten(-1, (-1, self.spec.head_dim)) for y in (q, k, v))
-        if self.spec.qk_norm == "head":
-            q, k = self._qk_normed(q, k, mixture)
-        return [q, k, v, *others]
 
     def _qk_normed(self, q: Tensor, k: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
         eps = self.spec.rms_norm_eps
@@ -168,15 +173,14 @@ class ExpertPool(Pool):
         self.activation = ACT2FN[spec.hidden_act]
         self.gated = gated  # a compiled one while it trains
 
-    def forward(self, x_BTC: Tensor, mixture: Mixture) -> Tensor:
-        """x [B, T, C] (normed where the family does) -> output of the branch, [B, T, C]."""
-        x_NC = x_BTC.flatten(0, 1)
+    def forward(self, h_BTC: Tensor, x_BTC: Tensor, mixture: Mixture) -> Tensor:
+        """The stream h [B, T, C] with the branch, which reads x (normed where the family does)."""
+        x_NC, gate = x_BTC.flatten(0, 1), partial(self.gated, self)
 
         def expert(rows: Rows) -> Tensor:
-            gate_up = rows.within(rows.spread(x_NC), self.gate_up)
-            return rows.out(self.gated(self, gate_up), self.down)
+            return rows.out(rows.gated(rows.spread(x_NC), self.gate_up, gate), self.down)
 
-        return mixture(expert).view_as(x_BTC)
+        return self.joined(h_BTC, mixture, expert)
 
 
 # Functions of a pool, not bound to one: what compiles them tells pools apart.

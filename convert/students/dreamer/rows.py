@@ -19,7 +19,10 @@ from torch.nn import functional as F
 from ltconvert.convert.students.dreamer import grouped
 from ltconvert.convert.students.dreamer.banks import Bank, Gains, Stacks, as_multiplied
 from ltconvert.kernels.decode_experts import decode_experts
+from ltconvert.kernels.decode_linear import GateActivation
 from ltconvert.kernels.permute import permute, unpermute
+
+Gate = Callable[[Tensor], Tensor]  # act(gate) * up of [..., 2 I]: [..., I]
 
 
 class Rows(Protocol):
@@ -29,8 +32,8 @@ class Rows(Protocol):
         """Tokens -> rows."""
         ...
 
-    def within(self, x: Tensor, bank: Bank) -> Tensor:
-        """Rows through their experts' linear layers -> rows."""
+    def gated(self, x: Tensor, bank: Bank, gate: Gate) -> Tensor:
+        """Rows through their experts' gates and what stands behind these -> rows."""
         ...
 
     def out(self, x: Tensor, bank: Bank) -> Tensor:
@@ -46,7 +49,7 @@ class Rows(Protocol):
 class OwnRows:
     """All tokens through the experts of one layer of the teacher, at weight 1: plain products.
 
-    Rows are [N, I]; with several slices what ``within`` gives, and ``out`` takes, is [N, S, I].
+    Rows are [N, I]; with several slices what ``gated`` gives, and ``out`` takes, is [N, S, I].
     """
 
     layer: int
@@ -57,14 +60,14 @@ class OwnRows:
         """The tokens as they are."""
         return x_NI
 
-    def within(self, x: Tensor, bank: Bank) -> Tensor:
+    def gated(self, x: Tensor, bank: Bank, gate: Gate) -> Tensor:
         """[N, I] -> [N, O] or [N, S, O]."""
         weight, bias = self._own(bank.weight), self._own(bank.bias)
         assert weight is not None
         if self.slices == 1:
-            return F.linear(x, weight, bias)
+            return gate(F.linear(x, weight, bias))
         y = F.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
-        return y.unflatten(-1, (self.slices, -1))
+        return gate(y.unflatten(-1, (self.slices, -1)))
 
     def out(self, x: Tensor, bank: Bank) -> Tensor:
         """[N, I] or [N, S, I] -> [N, O]."""
@@ -123,7 +126,15 @@ class ChosenRows(Routed):
         """[N, I] -> [M, I], in the dtype of products."""
         return permute(as_multiplied(x_NI), self.grouping.place_NK)
 
-    def within(self, x: Tensor, bank: Bank) -> Tensor:
+    def gated(self, x: Tensor, bank: Bank, gate: Gate) -> Tensor:
+        """[M, I] -> [M, O]."""
+        return gate(self._within(x, bank))
+
+    def out(self, x: Tensor, bank: Bank) -> Tensor:
+        """[M, I] -> [N, O]."""
+        return unpermute(self._within(x, bank), self.grouping.place_NK, self.weights_NK)
+
+    def _within(self, x: Tensor, bank: Bank) -> Tensor:
         """[M, I] -> [M, O]."""
         y_MO = grouped.grouped_linear(x, self.stacks[bank.weight].whole, self.grouping)
         if bank.bias is None:
@@ -132,10 +143,6 @@ class ChosenRows(Routed):
         if self.nulls:  # rows without an expert have gradients that mean nothing
             bias_EO = F.pad(bias_EO, (0, 0, 0, 1))
         return y_MO + bias_EO[self.grouping.expert_M].to(y_MO.dtype)
-
-    def out(self, x: Tensor, bank: Bank) -> Tensor:
-        """[M, I] -> [N, O]."""
-        return unpermute(self.within(x, bank), self.grouping.place_NK, self.weights_NK)
 
     def gains(self, gains: Gains) -> Tensor:
         """[N, O]. A null's are 0."""
@@ -151,20 +158,31 @@ class ChosenRows(Routed):
 class PickedRows(Routed):
     """A few tokens through theirs, of which the weights that were chosen are read. No gradient.
 
-    Rows are [N, I]; what ``within`` gives, and ``out`` takes, is [N, K, I].
+    Rows are [N, I]; what ``gated`` gives, and ``out`` takes, is [N, K, I].
+
+    Attributes:
+        activation: of the gates; None where the kernel has none for it.
+        onto_NO: what ``out`` adds to.
     """
+
+    activation: GateActivation | None = None
+    onto_NO: Tensor | None = None
 
     def spread(self, x_NI: Tensor) -> Tensor:
         """The tokens as they are."""
         return x_NI
 
-    def within(self, x: Tensor, bank: Bank) -> Tensor:
+    def gated(self, x: Tensor, bank: Bank, gate: Gate) -> Tensor:
         """[N, I] -> [N, K, O]."""
-        return decode_experts(x, bank.weight, bank.bias, self.chosen_NK)
+        given = x, bank.weight, bank.bias, self.chosen_NK
+        if self.activation is None:
+            return gate(decode_experts(*given))
+        return decode_experts(*given, swiglu=True, activation=self.activation)
 
     def out(self, x: Tensor, bank: Bank) -> Tensor:
         """[N, I] or [N, K, I] -> [N, O]."""
-        return decode_experts(x, bank.weight, bank.bias, self.chosen_NK, self.weights_NK)
+        given = x, bank.weight, bank.bias, self.chosen_NK, self.weights_NK
+        return decode_experts(*given, residual_NO=self.onto_NO)
 
     def gains(self, gains: Gains) -> Tensor:
         """[N, O]. A null's are 0."""
@@ -198,6 +216,12 @@ class Mixture:
             return y
         # Not two products: in half precision 1 - r would be rounded to coarse steps.
         return torch.lerp(expert(self.own).to(y.dtype), y, self.release.to(y.dtype))
+
+    def onto(self, h_NO: Tensor, expert: Expert) -> Tensor:
+        """h with what the experts give together."""
+        if self.own is None and isinstance(self.chosen, PickedRows):
+            return expert(replace(self.chosen, onto_NO=h_NO))
+        return h_NO + self(expert)
 
     def of_nulls(self) -> Tensor | None:
         """Weights of each token's nulls, added up, [N, 1]; None where there are none.

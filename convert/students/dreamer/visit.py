@@ -5,7 +5,6 @@ B rows, T tokens, N = B T, C hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,14 +63,14 @@ class Visit:
         """The normed stream [B, T, C], and what its tokens choose."""
         raise NotImplementedError
 
-    def heads(self, pool: AttentionPool, projected: Sequence[Tensor], at: Depth) -> Tensor:
-        """What is between the projections of the stream [B, T, ...] and ``o``, [B, T, M]."""
+    def heads(self, y_BTO: Tensor, mixture: Mixture, pool: AttentionPool, at: Depth) -> Tensor:
+        """What is between the projections of the stream and ``o``, [B, T, M]; see the pool."""
         raise NotImplementedError
 
-    def share(self, expert: SharedExpert, x_NC: Tensor, top_N: Tensor) -> Tensor:
-        """What the shared expert adds, [N, C]."""
+    def share(self, expert: SharedExpert, h_NC: Tensor, x_NC: Tensor, top_N: Tensor) -> Tensor:
+        """The stream h with what the shared expert adds, [N, C]."""
         y_NC: Tensor = expert(x_NC)
-        return top_N[:, None].to(y_NC.dtype) * y_NC
+        return h_NC + top_N[:, None].to(y_NC.dtype) * y_NC
 
     def own_rows(self, router: Router) -> Rows:
         """Tokens through the layer's own experts."""
@@ -115,9 +114,9 @@ class PassVisit(Visit):
         x_BTC = unit_rms(h_BTC, eps)
         return x_BTC, router(x_BTC.flatten(0, 1), self.depth)
 
-    def heads(self, pool: AttentionPool, projected: Sequence[Tensor], at: Depth) -> Tensor:
+    def heads(self, y_BTO: Tensor, mixture: Mixture, pool: AttentionPool, at: Depth) -> Tensor:
         """See ``Visit``."""
-        return pool.mixed(projected, self.context, self.cache_layer, at)
+        return pool.mixed(pool.split(y_BTO, mixture), self.context, self.cache_layer, at)
 
     def own_rows(self, router: Router) -> OwnRows:
         """See ``Visit``."""
