@@ -21,6 +21,7 @@ from ltconvert.convert.students.dreamer.router import Routes
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.align import is_converted
 from ltconvert.distill.data import Batch
+from ltconvert.distill.data.batch import IGNORED
 from ltconvert.distill.objective import Wrap
 from ltconvert.distill.routing import Release
 from ltconvert.distill.stage import StageInputs, StageResult
@@ -139,16 +140,21 @@ class LogitsObjective:
     def _compare(
         self, student_BTC: Tensor, teacher_BTC: Tensor, batch: Batch, *, ce: bool = True
     ) -> LinearKL:
-        """KL (and CE) of two hidden states through the models' own heads."""
-        settings = self.settings
+        """KL (and CE) of two hidden states through the models' own heads, both a kept token.
+
+        A token without a next one adds nothing to the CE, but counts: the mean over labelled tokens
+        alone would weigh them by how many others their micro-batch has.
+        """
+        settings, mask_BT = self.settings, batch.mask_BT
         heads = self.module.head_weight, self.teacher.head_weight
-        return linear_kl(
+        labels_N = batch.labels_BT.flatten() if ce and settings.ce_weight else None
+        found = linear_kl(
             student_BTC.flatten(0, 1),
             heads[0],
             teacher_BTC.flatten(0, 1),
             heads[1],
-            mask_N=None if batch.mask_BT is None else batch.mask_BT.flatten(),
-            labels_N=batch.labels_BT.flatten() if ce and settings.ce_weight else None,
+            mask_N=None if mask_BT is None else mask_BT.flatten(),
+            labels_N=labels_N,
             temperature=settings.temperature,
             divergence=settings.divergence,
             beta=settings.jsd_beta,
@@ -156,8 +162,12 @@ class LogitsObjective:
             ce_weight=settings.ce_weight if ce else 0.0,
             student_softcap=self.module.config.final_softcap,
             teacher_softcap=self.teacher.config.final_softcap,
+            reduction="sum",
             vocab_size=min(head.shape[0] for head in heads),
         )
+        kept = batch.labels_BT.numel() if mask_BT is None else mask_BT.sum().clamp(min=1)
+        labelled = 0 if labels_N is None else (labels_N != IGNORED).sum()
+        return found._replace(loss=found.loss / kept, ce=found.ce * labelled / kept)
 
 
 class Hidden(NamedTuple):

@@ -80,7 +80,8 @@ def test_loss_and_gradients_equal_those_of_whole_logits(family: str) -> None:
     student.zero_grad()
     student_NV = whole_logits(student, batch)
     kl = whole_divergence(student_NV, whole_logits(teacher, batch), settings)
-    ce = F.cross_entropy(student_NV, batch.labels_BT[batch.keep_BT], ignore_index=-100)
+    labels_N = batch.labels_BT[batch.keep_BT]
+    ce = F.cross_entropy(student_NV, labels_N, ignore_index=-100, reduction="sum") / len(labels_N)
     loss = 0.7 * kl + 0.3 * ce
     loss.backward()
     assert metrics["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
@@ -198,6 +199,27 @@ def test_longctx_settings_mix_cross_entropy() -> None:
     metrics = step(LogitsObjective(teacher, student, settings), packed())
     expected = settings.kl_weight * metrics["kl"] + settings.ce_weight * metrics["ce"]
     torch.testing.assert_close(metrics["loss"], expected)
+
+
+def test_rows_one_by_one_are_the_rows_at_once() -> None:
+    """Rows with more ends of documents in them weigh as others do."""
+    teacher, student = pair("llama")
+    batch = packed(rows=2)
+    batch.segment_ids_BT[0] = torch.arange(19) // 3
+    ends_BT = batch.segment_ids_BT != batch.segment_ids_BT.roll(-1, 1)
+    batch.labels_BT[ends_BT] = -100
+    objective = LogitsObjective(teacher, student, settings_of(ce_weight=0.5, kl_weight=0.5))
+    whole = step(objective, batch)
+    at_once = {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}
+    student.zero_grad()
+    tensors = batch.input_ids_BT, batch.segment_ids_BT, batch.labels_BT, batch.keep_BT
+    rows = [Batch(*(x[i : i + 1] for x in tensors)) for i in range(2)]
+    parts = [objective.train_step(row, lambda x: (x / 2).backward(), 0.5) for row in rows]
+    for name, value in whole.items():
+        torch.testing.assert_close(sum(part[name] for part in parts) / 2, value, msg=name)
+    for name, parameter in student.named_parameters():
+        if name in at_once:
+            torch.testing.assert_close(parameter.grad, at_once[name], atol=1e-6, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "ouro", "gemma3"])
