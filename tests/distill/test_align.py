@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import FAMILIES, scatter, tiny_model, tiny_spec, tokens
@@ -11,6 +13,7 @@ from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill.align import AlignObjective, calibrate
 from ltconvert.distill.data import Batch
+from ltconvert.distill.parking import Parking
 
 
 def packed(rows: int = 2, length: int = 23, padding: int = 0) -> Batch:
@@ -201,3 +204,26 @@ def test_calibration_gives_every_channel_the_teachers_size(family: str, mixer: s
     expected = torch.cat(inputs).square().mean(0).sqrt().view_as(weight)
     torch.testing.assert_close(weight, expected)
     assert not any(layer.mixer.o_proj._forward_pre_hooks for layer in teacher.model.layers)
+
+
+def test_processes_share_the_mixers_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one writes and removes, whichever of them comes first or last."""
+    teacher = tiny_model(tiny_spec())
+    students = [build_student(teacher, ["gdn"] * 3, share=True) for _ in range(2)]
+    before = {name: x.clone() for name, x in students[0].state_dict().items()}
+    both = [Parking(student, tmp_path / "parked", torch.device("cpu")) for student in students]
+
+    def in_turn(*ranks: int, method: str, layers: list[int]) -> None:
+        for rank in ranks:
+            monkeypatch.setenv("RANK", str(rank))
+            getattr(both[rank], method)(layers)
+
+    in_turn(1, 0, method="leave", layers=[0, 1, 2])
+    in_turn(1, 0, method="fetch", layers=[1])
+    in_turn(0, 1, method="leave", layers=[1])
+    in_turn(1, 0, method="fetch", layers=[0, 1, 2])
+    assert not list((tmp_path / "parked").iterdir())
+    for name, x in students[0].state_dict().items():
+        assert torch.equal(x, before[name]) and x.shape == students[1].state_dict()[name].shape
