@@ -61,6 +61,15 @@ def replace_folder(new: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def remove_folder(folder: Path) -> None:
+    """Delete a folder, if it is there, and what an earlier call was killed at; never half of it."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def load_student(
     folder: str | Path,
     *,

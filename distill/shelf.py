@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 
-from ltconvert.convert.checkpoint import load_student, read_provenance, save_student
+from ltconvert.convert.checkpoint import (
+    load_student,
+    read_provenance,
+    remove_folder,
+    save_student,
+)
 from ltconvert.convert.students.lt2 import LT2ForCausalLM
 from ltconvert.distill.processes import is_main_process
 from ltconvert.distill.resume import CHECKPOINT
@@ -88,4 +93,4 @@ class Shelf:
         if is_main_process():
             for stage in stages:
                 if stage not in KEPT:
-                    shutil.rmtree(self.folder(stage) / STUDENT_FOLDER, ignore_errors=True)
+                    remove_folder(self.folder(stage) / STUDENT_FOLDER)

@@ -105,6 +105,34 @@ def test_the_teacher_is_left_as_it_was(
     assert all(p.dtype == torch.float32 for p in teacher.model.parameters())
 
 
+def test_a_run_killed_while_it_tidies_up_is_finished(
+    case: Path, teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every file that goes with a student that nothing is read from any more."""
+    off = {"enabled": False}
+    stages: dict[str, Any] = {"align": off, "select": {"method": "uniform"}, "longctx": off}
+    real, left = os.unlink, 0
+
+    def unlink(path: Any, *arguments: Any, **options: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        real(path, *arguments, **options)
+
+    done = convert(teacher, case, tmp_path / "out", **stages)
+    student = tmp_path / "out/stages/logits/student"
+    for left in (1, 2, 4):
+        shutil.copytree(done.student_dir, student, dirs_exist_ok=True)
+        monkeypatch.setattr(os, "unlink", unlink)
+        with pytest.raises(KeyboardInterrupt):
+            convert(teacher, case, tmp_path / "out", **stages)
+        monkeypatch.undo()
+        again = convert(teacher, case, tmp_path / "out", **stages)
+        assert same(weights(again.student_dir), again.student.state_dict())
+        assert not student.exists() and not list(student.parent.glob("student*"))
+
+
 def test_a_finished_run_is_not_run_again(
     case: Path, teacher: Teacher, finished: PipelineResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
