@@ -40,9 +40,12 @@ class Gradients:
         self._broken: Tensor | None = None  # 1 from the first step on that was not finite
 
     def average(self) -> None:
-        """Their means over the processes of a run."""
+        """Their means over the processes of a run; 0 for what the step has not used.
+
+        Alone too: Adam counts the steps of a parameter that has a gradient, and the processes of a
+        run have to take part for every parameter.
+        """
         for parameter in self._parameters.values():
-            # Every process has to take part for every parameter, used or not.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         average_over_processes([p.grad for p in self._parameters.values() if p.grad is not None])

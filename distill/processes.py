@@ -68,6 +68,8 @@ def sum_of_processes(value: torch.Tensor) -> torch.Tensor:
 
 def average_over_processes(tensors: Sequence[torch.Tensor]) -> None:
     """The mean over the processes of a run, in place; many small tensors travel as one."""
+    if not _joined():
+        return
     begin, held = 0, 0
     for end, tensor in enumerate(tensors, 1):
         held += tensor.numel()

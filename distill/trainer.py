@@ -207,8 +207,7 @@ class _Loop:
             values = self.passes(self._pass, batch, step / self.plan.steps)
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value.detach().float()
-        if self.accelerator.num_processes > 1:
-            self.gradients.average()
+        self.gradients.average()
         share = lr_share(step, self.plan.steps, run.settings)
         names, numbers = self._average_metrics(sums, bool(request))
         norms = self.gradients.clip(run.settings.clip_norm)

@@ -65,6 +65,7 @@ def test_tensors_of_any_shape_are_averaged_in_place(
         return value.mul_(-2)
 
     monkeypatch.setattr(processes, "_TOGETHER", together)
+    monkeypatch.setattr(processes, "_joined", lambda: True)
     monkeypatch.setattr(processes, "sum_of_processes", add_up)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     tensors = [torch.randn(size) for size in ((2, 3), (), (4,), (1, 1, 2), (7,))]

@@ -29,6 +29,7 @@ from toy_training import (
 from ltconvert.convert.transfer import build_student
 from ltconvert.distill import readings, resume
 from ltconvert.distill.data.tokens import Encoder
+from ltconvert.distill.gradients import Gradients
 from ltconvert.distill.interrupt import OutOfTime, Stopped
 from ltconvert.distill.optim import build_optimizer, lr_share, plan_steps
 from ltconvert.distill.precision import pick_precision
@@ -101,6 +102,17 @@ def test_only_matrices_decay() -> None:
     for name, parameter in student.named_parameters():
         matrix = re.search(r"(_proj|embed_tokens|lm_head|exit_gate)\.weight$", name) is not None
         assert (id(parameter) in decayed) == matrix, name
+
+
+def test_what_a_step_has_not_used_has_a_gradient_of_0() -> None:
+    """As in several processes, which all take part: Adam counts its steps alike."""
+    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = torch.optim.AdamW([used, unused])
+    used.grad = torch.ones(3)
+    Gradients({"used": used, "unused": unused}, optimizer).average()
+    assert torch.equal(used.grad, torch.ones(3)) and torch.equal(unused.grad, torch.zeros(3))
+    optimizer.step()
+    assert optimizer.state[unused]["step"] == 1
 
 
 def test_progress_runs_from_0_to_below_1(folder: Path, tiny_tokenizer: Any) -> None:
