@@ -64,7 +64,8 @@ def run(settings: SelectSettings, inputs: StageInputs, stage_dir: Path) -> Stage
         selection.settings = wanted
         if is_main_process():
             selection.save(path)
-            Progress(stage_dir / PARTIAL_FILE, {}).clear()
+    if is_main_process():
+        Progress(stage_dir / PARTIAL_FILE, {}).clear()  # also what a kill between the two has left
     wait_for_everyone()
     chosen = ", ".join(map(str, selection.chosen)) or "none"
     inputs.log.say(f"select: {selection.keep} of {selection.num_layers} layers stay full: {chosen}")

@@ -72,13 +72,14 @@ def cut_to(
         Seconds that judging took, whenever that was.
     """
     path = folder / CUT_FILE
-    if is_main_process() and not path.exists():
+    if is_main_process():
         judge = Judge(student, inputs, settings, folder)
-        choice = judge.choose(share)
-        folder.mkdir(parents=True, exist_ok=True)
-        cuts = {name: asdict(cut) for name, cut in choice.cuts.items()}
-        write_json(path, cuts | {"seconds": choice.seconds})
-        judge.clear()
+        if not path.exists():
+            choice = judge.choose(share)
+            folder.mkdir(parents=True, exist_ok=True)
+            cuts = {name: asdict(cut) for name, cut in choice.cuts.items()}
+            write_json(path, cuts | {"seconds": choice.seconds})
+        judge.clear()  # also what a kill between the two has left
     wait_for_everyone()
     noted = json.loads(path.read_text(encoding="utf-8"))
     skip = inputs.recipe.student.pool_skip

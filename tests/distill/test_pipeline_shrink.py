@@ -144,6 +144,10 @@ def test_a_run_killed_while_it_judges_goes_on_and_counts_the_time(
     partial_file = tmp_path / "killed/stages/shrink/step-0" / pool_worth.PARTIAL_FILE
     assert json.loads(partial_file.read_text())["state"]["experts"]["passes"] == 2
     monkeypatch.setattr(pool_worth, "pool_damage", counted)
+    with monkeypatch.context() as patch:  # once more when the choice is written
+        patch.setattr(pool_worth.Judge, "clear", lambda _: _stop())
+        with pytest.raises(KeyboardInterrupt):
+            convert(teacher, case, tmp_path / "killed", student=student)
     again = convert(teacher, case, tmp_path / "killed", student=student)
     assert passes == [1, 2, 3, 1, 2, 3, 4, 5, 6]
     assert not partial_file.exists()
@@ -151,6 +155,10 @@ def test_a_run_killed_while_it_judges_goes_on_and_counts_the_time(
         assert torch.equal(again.student.state_dict()[name], value), name
     (minutes,) = (row["minutes"] for row in again.rows if row["stage"] == "shrink")
     assert minutes > 2000 / 60
+
+
+def _stop() -> None:
+    raise KeyboardInterrupt
 
 
 def test_shares_below_what_a_token_uses_say_what_is_kept(

@@ -179,7 +179,9 @@ def test_a_finished_selection_is_not_made_again_unless_settings_change(
     select.run(settings(), inputs, tmp_path)
     before = (tmp_path / "selection.json").read_bytes()
     monkeypatch.setattr(select, "make_probe", None)  # calling it would fail
+    (tmp_path / select.PARTIAL_FILE).touch()  # as a kill leaves it
     select.run(settings(), inputs, tmp_path)
+    assert not (tmp_path / select.PARTIAL_FILE).exists()
     assert (tmp_path / "selection.json").read_bytes() == before
     monkeypatch.undo()
     select.run(settings(direction="restore"), inputs, tmp_path)
