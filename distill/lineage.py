@@ -199,8 +199,9 @@ class Lineage:
         return origin_model(self.teacher.model, settings.model_dump(), squares).eval()
 
     def _calibration_rows(self, tokens: int) -> Iterator[Batch]:
-        """The first training rows, the same in every process."""
+        """The first training rows, the same in every process, as long as the start notes."""
         length = min(self.recipe.loop.seq_len_tokens, tokens)
+        length = self.records[START].facts.setdefault("calibration_row_tokens", length)
         return islice(self._training_rows(length), tokens // length)
 
     def _training_rows(self, length: int) -> PackedStream:

@@ -111,18 +111,18 @@ def test_a_run_killed_while_it_tidies_up_is_finished(
     """At every file that goes with a student that nothing is read from any more."""
     off = {"enabled": False}
     stages: dict[str, Any] = {"align": off, "select": {"method": "uniform"}, "longctx": off}
-    real, left = os.unlink, 0
+    real, left = os.unlink, [0]
 
     def unlink(path: Any, *arguments: Any, **options: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
+        left[0] -= 1
+        if left[0] == 0:
             raise KeyboardInterrupt
         real(path, *arguments, **options)
 
     done = convert(teacher, case, tmp_path / "out", **stages)
     student = tmp_path / "out/stages/logits/student"
-    for left in (1, 2, 4):
+    for number in (1, 2, 4):
+        left[0] = number
         shutil.copytree(done.student_dir, student, dirs_exist_ok=True)
         monkeypatch.setattr(os, "unlink", unlink)
         with pytest.raises(KeyboardInterrupt):

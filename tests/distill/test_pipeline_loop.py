@@ -92,6 +92,24 @@ def test_calibration_brings_the_start_closer(case: Path, teacher: Teacher, tmp_p
     assert kl[1024]["kl"] < kl[0]["kl"]
 
 
+def test_rows_of_another_length_are_calibrated_on_only_before_the_start(
+    case: Path, teacher: Teacher, tmp_path: Path
+) -> None:
+    """Without the stage loop nothing holds its settings, and the looped model is made anew."""
+
+    def start(folder: str, length: int) -> dict[str, torch.Tensor]:
+        student = LOOPED | {"loop_calibration_tokens": 256}
+        loop = OFF | {"seq_len_tokens": length, "batch_tokens": length}
+        recipe = make_recipe(case, student=student, loop=loop)
+        log = RunLog(tmp_path / folder)
+        inputs = inputs_of("align", recipe, teacher, tmp_path / folder, log, precision="fp32")
+        return inputs.teacher.model.state_dict()
+
+    first, again, other = start("one", 32), start("one", 64), start("other", 64)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
 def test_at_full_rank_the_start_is_the_teacher(
     case: Path, teacher: Teacher, tmp_path: Path
 ) -> None:
