@@ -260,6 +260,25 @@ def test_filters_keep_their_names() -> None:
     assert summarise(raw)["t"]["metrics"][name]["random"] == 0.0
 
 
+@pytest.mark.parametrize(("by_size", "expected"), [(True, 0.35), (False, 0.375)])
+def test_a_groups_guess_is_the_mean_that_the_group_takes(by_size: bool, expected: float) -> None:
+    """Four documents with two choices, six with four: by documents (4 / 2 + 6 / 4) / 10."""
+    documents = {"two": (4, 2), "three": (6, 4), "free": (5, 1)}
+    raw: dict[str, Any] = {
+        "results": {"two": {"acc,none": 0.5}, "three": {"acc,none": 0.5}, "free": {"f1,none": 0.1}},
+        "configs": {name: {"output_type": "multiple_choice"} for name in documents},
+        "samples": {
+            name: [{"doc_id": i, "resps": [[0]] * choices} for i in range(count)]
+            for name, (count, choices) in documents.items()
+        },
+        "group_subtasks": {"group": list(documents)},
+    }
+    raw["results"]["group"] = {"acc,none": 0.5}
+    found = summarise(raw, {"group": {"acc": by_size}})
+    assert found["group"]["metrics"]["acc"]["random"] == pytest.approx(expected)
+    assert found["free"]["metrics"]["f1"]["random"] is None  # of choices: not known
+
+
 def test_recovery_takes_guessing_off() -> None:
     teacher = summarise(raw_results(**{"acc,none": 0.9, "acc_stderr,none": 0.01}))
     student = summarise(raw_results(**{"acc,none": 0.7, "acc_stderr,none": 0.02}))
