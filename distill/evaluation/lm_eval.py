@@ -81,7 +81,7 @@ def _evaluate(
     batch_size: int,
     precision: str,
 ) -> dict[str, Any]:
-    """Summary of lm-eval's results. Its ``simple_evaluate`` would also ask git, pip and the hub about them."""
+    """The summary. lm-eval's ``simple_evaluate`` would also ask git, pip and the hub about it."""
     from lm_eval import evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
