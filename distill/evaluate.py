@@ -28,6 +28,7 @@ from ltconvert.distill.evaluation.lm_eval import quiet
 from ltconvert.distill.evaluation.parts import PARTS, Evaluation, Part
 from ltconvert.distill.evaluation.recall import KINDS, retrieval_examples
 from ltconvert.distill.evaluation.scores import describe
+from ltconvert.distill.evaluation.task_content import own_content
 from ltconvert.distill.evaluation.task_files import check_tasks
 from ltconvert.distill.processes import is_main_process
 from ltconvert.distill.records import versions, write_json
@@ -174,8 +175,11 @@ def _depends_on(
     needs |= {"precision": job.precision, "seed": job.seed}
     if part.reads_data:
         needs["data"] = as_recorded(job.text, then.get("data"))
-    if "tasks" in part.settings and job.include_path is not None:
-        needs["include_path"] = str(job.include_path)
+    if "tasks" in part.settings:
+        own = own_content(job.settings.tasks, job.include_path) or then.get("own_tasks")
+        needs |= {} if own is None else {"own_tasks": own}
+        if job.include_path is not None:
+            needs["include_path"] = str(job.include_path)
     return json.loads(json.dumps(needs))
 
 

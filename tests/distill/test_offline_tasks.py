@@ -16,6 +16,7 @@ from helpers import tiny_model, tiny_spec
 from ltconvert.distill.evaluation.lm_eval import run_tasks
 from ltconvert.distill.evaluation.offline_tasks import FOLDER, GROUP, documents
 from ltconvert.distill.evaluation.offline_tasks.grammar import PHENOMENA
+from ltconvert.distill.evaluation.task_content import own_content
 from ltconvert.distill.evaluation.task_files import check_tasks, load_tasks
 from ltconvert.distill.evaluation.task_scores import compare, summarise
 from ltconvert.errors import UserError
@@ -156,6 +157,23 @@ def test_a_users_own_task_finds_its_data_beside_it(
     (scores,) = found.values()
     assert list(found) == [f"own_{how}"] and scores["samples"] == 3
     assert scores["metrics"]["acc"]["random"] == pytest.approx((1 / 2 + 1 / 3 + 1 / 4) / 3)
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "include_path"])
+def test_a_change_of_an_own_task_or_its_data_is_seen(tmp_path: Path, how: str) -> None:
+    path = own_task(tmp_path / "mine", "own")
+    tasks = {"file": [str(path)], "folder": [str(path.parent)], "include_path": ["own"]}[how]
+    include = path.parent if how == "include_path" else None
+    first = own_content(tasks, include)
+    assert first is not None and own_content(tasks, include) == first
+    (path.parent / "notes.txt").write_text("no part of it")
+    assert own_content(tasks, include) == first
+    data = path.parent / "own.jsonl"
+    data.write_text(data.read_text().replace("sat", "lay"))
+    second = own_content(tasks, include)
+    path.write_text(path.read_text() + "num_fewshot: 1\n")
+    assert len({first, second, own_content(tasks, include)}) == 3
+    assert own_content(["ltconvert_offline"], None) is None
 
 
 def test_accuracy_is_that_of_the_likeliest_choice(
