@@ -142,8 +142,9 @@ def _measure(
         for name in PARTS
         if name in parts or name in whole["parts"]
     }
+    other = _computes_otherwise(before.get("models") or {}, facts)
     for name in list(whole["parts"]):
-        if whole["depends_on"].get(name) != needs.get(name):
+        if other or whole["depends_on"].get(name) != needs.get(name):
             for section in ("parts", "seconds", "depends_on"):
                 whole[section].pop(name, None)
     for name in parts:
@@ -164,6 +165,16 @@ def _measure(
             folder.mkdir(parents=True, exist_ok=True)
             write_json(path, whole)
     return whole
+
+
+def _computes_otherwise(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether a model has the weights of before, perhaps, but reads them in another way."""
+    return any(
+        then[who].get(name, facts[name]) != facts[name]
+        for who, facts in now.items()
+        if who in then
+        for name in ("mixers", "loops", "window_tokens")
+    )
 
 
 def _depends_on(
