@@ -84,6 +84,29 @@ def state_products(
     return y, dk, kept
 
 
+@triton.jit
+def level_products(
+    q, k, dp_t, da, y, beta, k_factor, sums, channels,
+    C: tl.constexpr, BK: tl.constexpr, KP: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """With a decay a channel: dP^T Q - dA^T b K [C, BK], and Y with dA K."""
+    dk = tl.zeros([C, BK], tl.float32)
+    for level in tl.range(0, LEVELS, num_stages=1):
+        factor = level_factor(sums, channels, KP, level, C)
+        mask = level_mask(level, C)
+        k_low = (k * factor).to(k.dtype)
+        low = tl.where(tl.trans(mask), dp_t, 0.0).to(k.dtype)
+        part = tl.dot(low, (q * factor).to(k.dtype), input_precision=PRECISION)
+        da_level = tl.where(mask, da, 0.0)
+        low = tl.trans((da_level * -(beta * k_factor)[:, None]).to(k.dtype))
+        part += tl.dot(low, k_low, input_precision=PRECISION)
+        dk += part * factor
+        low = (da_level * k_factor[None, :]).to(k.dtype)
+        y += tl.dot(low, k_low, input_precision=PRECISION) * factor
+    return dk, y
+
+
 @triton.jit(do_not_specialize=["T", "N"])
 def write_gradient_kernel(
     q_ptr, k_ptr, v_ptr, beta_ptr, counts_ptr, sum_ptr, k_factor_ptr,
@@ -161,19 +184,9 @@ def write_gradient_kernel(
             # dP holds q's factor already; da takes those of beta and k with it.
             dp_t = tl.load(at_p)
             own = tl.sum(tl.where(i[:, None] == i[None, :], dp_t.to(tl.float32), 0.0), axis=1)
-            dk = tl.zeros([C, BK], tl.float32)
-            for level in tl.range(0, LEVELS, num_stages=1):
-                factor = level_factor(sums, channels, KP, level, C)
-                mask = level_mask(level, C)
-                k_low = (k * factor).to(dtype)
-                low = tl.where(tl.trans(mask), dp_t, 0.0).to(dtype)
-                part = tl.dot(low, (q * factor).to(dtype), input_precision=PRECISION)
-                da_level = tl.where(mask, da, 0.0)
-                low = tl.trans((da_level * -(beta * k_factor)[:, None]).to(dtype))
-                part += tl.dot(low, k_low, input_precision=PRECISION)
-                dk += part * factor
-                low = (da_level * k_factor[None, :]).to(dtype)
-                y += tl.dot(low, k_low, input_precision=PRECISION) * factor
+            dk, y = level_products(
+                q, k, dp_t, da, y, beta, k_factor, sums, channels, C, BK, KP, LEVELS, PRECISION
+            )
             dk += dk_end
             dk_row = y * -beta[:, None]
             reads += tl.sum(k_hat * y, axis=1)

@@ -89,25 +89,12 @@ def compare_rows(
     label_ptr,  # [rows] int64, if LABELS
     mask_ptr,  # [rows] uint8, if MASK
     weight_ptr,  # [2] fp32: of the KL's gradient in s, of the cross-entropy's in the logits
-    z_stride,
-    y_stride,
-    z_width,
-    y_width,
-    vocab,
-    inv_temperature,
-    beta,
-    z_cap,
-    y_cap,
-    KIND: tl.constexpr,
-    GRAD: tl.constexpr,
-    CE_GRAD: tl.constexpr,
-    LABELS: tl.constexpr,
+    z_stride, y_stride, z_width, y_width, vocab, inv_temperature, beta, z_cap, y_cap,
+    KIND: tl.constexpr, GRAD: tl.constexpr, CE_GRAD: tl.constexpr, LABELS: tl.constexpr,
     MASK: tl.constexpr,
     HOT: tl.constexpr,  # the temperature is not 1
-    Z_CAPPED: tl.constexpr,
-    Y_CAPPED: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    Z_CAPPED: tl.constexpr, Y_CAPPED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     y_ptr += row * y_stride
