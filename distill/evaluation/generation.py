@@ -20,7 +20,10 @@ WARM_UP_STEPS = 2
 
 
 def prompts_from(batches: Sequence[Batch], count: int, length: int) -> Tensor:
-    """The first ``length`` tokens of held-out documents, [B <= count, P]; one prompt a document."""
+    """The first ``length`` tokens of held-out documents, [B <= count, P]; one prompt a document.
+
+    What of a document stands in a new row is one of its own.
+    """
     found: list[Tensor] = []
     for batch in batches:
         for ids_T, segment_T, keep_T in zip(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import random
 import subprocess
 import sys
@@ -83,6 +85,13 @@ def test_minimal_pairs_differ_in_form_alone() -> None:
         good, bad = pair["good"].rstrip(".").split(), pair["bad"].rstrip(".").split()
         differing = [words for words in zip(good, bad, strict=True) if words[0] != words[1]]
         assert len(differing) == 1
+
+
+def test_a_model_that_makes_no_numbers_guesses(model: Any, tiny_tokenizer: Any) -> None:
+    damaged = copy.deepcopy(model)
+    damaged.model.embed_tokens.weight.data.fill_(math.nan)
+    found = run_tasks(damaged, tiny_tokenizer, ["ltconvert_minimal_pairs"], limit=10)
+    assert found["ltconvert_minimal_pairs"]["metrics"]["acc"]["value"] == 0.5
 
 
 def test_verbs_agree_with_the_subject_and_not_with_the_nearer_noun() -> None:
