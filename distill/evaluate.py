@@ -28,6 +28,7 @@ from ltconvert.distill.evaluation.lm_eval import quiet
 from ltconvert.distill.evaluation.parts import PARTS, Evaluation, Part
 from ltconvert.distill.evaluation.recall import KINDS, retrieval_examples
 from ltconvert.distill.evaluation.scores import describe
+from ltconvert.distill.evaluation.task_content import own_content
 from ltconvert.distill.evaluation.task_files import check_tasks
 from ltconvert.distill.processes import is_main_process
 from ltconvert.distill.records import versions, write_json
@@ -141,8 +142,9 @@ def _measure(
         for name in PARTS
         if name in parts or name in whole["parts"]
     }
+    other = _computes_otherwise(before.get("models") or {}, facts)
     for name in list(whole["parts"]):
-        if whole["depends_on"].get(name) != needs.get(name):
+        if other or whole["depends_on"].get(name) != needs.get(name):
             for section in ("parts", "seconds", "depends_on"):
                 whole[section].pop(name, None)
     for name in parts:
@@ -165,6 +167,16 @@ def _measure(
     return whole
 
 
+def _computes_otherwise(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether a model has the weights of before, perhaps, but reads them in another way."""
+    return any(
+        then[who].get(name, facts[name]) != facts[name]
+        for who, facts in now.items()
+        if who in then
+        for name in ("mixers", "loops", "window_tokens")
+    )
+
+
 def _depends_on(
     job: Evaluation, facts: dict[str, Any], part: Part, then: dict[str, Any]
 ) -> dict[str, Any]:
@@ -174,8 +186,11 @@ def _depends_on(
     needs |= {"precision": job.precision, "seed": job.seed}
     if part.reads_data:
         needs["data"] = as_recorded(job.text, then.get("data"))
-    if "tasks" in part.settings and job.include_path is not None:
-        needs["include_path"] = str(job.include_path)
+    if "tasks" in part.settings:
+        own = own_content(job.settings.tasks, job.include_path) or then.get("own_tasks")
+        needs |= {} if own is None else {"own_tasks": own}
+        if job.include_path is not None:
+            needs["include_path"] = str(job.include_path)
     return json.loads(json.dumps(needs))
 
 

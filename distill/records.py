@@ -89,7 +89,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write to a neighbour, then rename: a reader never sees half a file."""
     partial = path.with_name(path.name + ".tmp")
     with partial.open("wb") as stream:
-        stream.write(content.encode() if isinstance(content, str) else content)
+        # A folder whose name is not UTF-8 must not cost a run its report.
+        data = content.encode(errors="replace") if isinstance(content, str) else content
+        stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(partial, path)

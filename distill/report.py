@@ -98,7 +98,8 @@ def summary(run: RunFolder) -> list[str]:
         kl = number(scores["kl"], scores.get("kl_stderr"), 4)
         lines.append(
             f"KL to the teacher on held-out text: {kl} nats a token; perplexity "
-            f"{scores['student_ppl']:.2f}, the teacher's is {scores['teacher_ppl']:.2f}"
+            f"{number(scores['student_ppl'], digits=2)}, the teacher's is "
+            f"{number(scores['teacher_ppl'], digits=2)}"
         )
     for row in (run.part("tasks") or {}).get("rows", []):
         if row["group"] and row["recovery"] is not None:

@@ -24,4 +24,4 @@ class DataSettings(Settings):
     heldout_share: float = Field(
         0.05, gt=0, lt=1, description="share of documents never trained on"
     )
-    shuffle_seed: int = Field(0, description="order of the documents")
+    shuffle_seed: int = Field(0, ge=0, description="order of the documents")

@@ -13,7 +13,7 @@ import numpy as np
 
 from ltconvert.distill.data.documents import Document, record_document, text_document
 from ltconvert.distill.data.unpack import SUPPORTED, kind_of, plain_file
-from ltconvert.errors import UserError
+from ltconvert.errors import UserError, first_line
 from ltconvert.recipes.data import DataSettings
 
 # A text file is cut into documents of about this size, at the next blank line; a shorter file is
@@ -68,12 +68,12 @@ class FilesSource:
             return None
         unit = "row" if kind_of(shard.path) == "parquet" else "line"
         place = f"{shard.path}, {unit} {line + 1}"
+        line_text = _decode(raw, shard, line)
         try:
-            record = json.loads(_decode(raw, shard, line))
-        except json.JSONDecodeError as error:
-            problem = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+            record = json.loads(line_text)
+        except (ValueError, RecursionError) as error:  # numbers too long, lists too deep as well
             raise UserError(
-                f"{place}: not a JSON object ({problem}); "
+                f"{place}: not a JSON object ({_problem(error)}); "
                 "jsonl has one whole object a line: mend or delete this line"
             ) from None
         if not isinstance(record, dict):
@@ -137,6 +137,12 @@ def _decode(raw: bytes, shard: Shard, line: int) -> str:
         raise UserError(
             f"{shard.path}, {where}: not UTF-8; convert it, for example with iconv"
         ) from None
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
+    return first_line(error)
 
 
 def _fingerprint(root: Path, shards: list[Shard]) -> str:

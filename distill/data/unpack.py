@@ -26,21 +26,15 @@ from ltconvert.recipes.data import DataSettings
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
+COPIES = 2  # how they are written; with another number, earlier copies are not read any more
 SUPPORTED = "jsonl, parquet, txt, md, rst; packed with gz, bz2, xz or zst"
 
 
 def _open_zst(path: Path) -> IO[bytes]:
-    try:
-        from compression import zstd  # Python 3.14
+    """Arrow reads it, which `datasets` brings, and tells where a file is cut off."""
+    import pyarrow
 
-        return zstd.open(path, "rb")
-    except ImportError:
-        pass
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(f"{path}: zst needs a package: pip install zstandard") from None
-    return zstandard.open(path, "rb")
+    return pyarrow.input_stream(str(path), compression="zstd")
 
 
 # All of them open for reading bytes by default.
@@ -92,7 +86,7 @@ def corpus_cache() -> Path:
 
 def _cached(path: Path, variant: str, write: Callable[[IO[bytes]], None]) -> Path:
     status = path.stat()
-    key = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{variant}"
+    key = f"{COPIES}\0{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{variant}"
     digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
     target = corpus_cache() / digest
     if target.exists():
@@ -122,13 +116,17 @@ def _unpack(path: Path, out: IO[bytes]) -> None:
         try:
             shutil.copyfileobj(packed, out, 1 << 20)
         except OSError as error:
-            if error.errno is None:  # bz2, gzip and zstandard report damage so, a full disk never
+            if error.errno is None:  # bz2, gzip and Arrow report damage so, a full disk never
                 raise EOFError(str(error)) from error
             raise
 
 
 def _parquet_lines(path: Path, settings: DataSettings, out: IO[bytes]) -> None:
-    """Write the text and messages columns as one JSON object a line."""
+    """Write the text and messages columns as one JSON object a line.
+
+    Raises:
+        UserError: there is no such column, or it holds bytes that are no text.
+    """
     import pyarrow
     from pyarrow import parquet
 
@@ -140,6 +138,16 @@ def _parquet_lines(path: Path, settings: DataSettings, out: IO[bytes]) -> None:
             raise missing_field(table.schema_arrow.names, settings, str(path))
         for batch in table.iter_batches(batch_size=1024, columns=columns):
             for record in batch.to_pylist():
-                out.write(json.dumps(record, default=str).encode() + b"\n")
+                out.write(json.dumps(record, default=_as_text).encode() + b"\n")
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{path}: bytes that are not UTF-8 in the columns {', '.join(columns)}; "
+            "set data.text_field to a column of texts"
+        ) from None
     except pyarrow.ArrowException as error:
         raise EOFError(first_line(error)) from error
+
+
+def _as_text(value: Any) -> str:
+    """What JSON has no form for; bytes are text of a file that does not say so, as many do not."""
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -20,7 +20,10 @@ WARM_UP_STEPS = 2
 
 
 def prompts_from(batches: Sequence[Batch], count: int, length: int) -> Tensor:
-    """The first ``length`` tokens of held-out documents, [B <= count, P]; one prompt a document."""
+    """The first ``length`` tokens of held-out documents, [B <= count, P]; one prompt a document.
+
+    What of a document stands in a new row is one of its own.
+    """
     found: list[Tensor] = []
     for batch in batches:
         for ids_T, segment_T, keep_T in zip(
@@ -111,14 +114,23 @@ def _compare(
 
 def _continue(model: Any, prompts_BP: Tensor, new_tokens: int) -> Tensor:
     """Greedy tokens [B, G]; after an end token a row holds padding."""
-    out = model.generate(
-        input_ids=prompts_BP,
-        attention_mask=torch.ones_like(prompts_BP),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        use_cache=True,
-        pad_token_id=_ends(model)[0] if _ends(model) else 0,
+    from transformers import GenerationConfig
+
+    own, ends = model.generation_config, _ends(model)
+    # Of the model's own settings only where it ends: penalties would choose other tokens.
+    model.generation_config = GenerationConfig(
+        eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0
     )
+    try:
+        out = model.generate(
+            input_ids=prompts_BP,
+            attention_mask=torch.ones_like(prompts_BP),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=True,
+        )
+    finally:
+        model.generation_config = own
     return out[:, prompts_BP.shape[1] :]
 
 

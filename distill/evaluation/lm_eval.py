@@ -17,7 +17,7 @@ import torch
 
 from ltconvert.distill.data.tokens import starts_with_bos
 from ltconvert.distill.evaluation.task_files import load_tasks
-from ltconvert.distill.evaluation.task_scores import summarise
+from ltconvert.distill.evaluation.task_scores import by_size_of, summarise
 from ltconvert.errors import UserError
 
 BOOTSTRAP_ROUNDS = 100  # only for metrics without a closed form
@@ -59,8 +59,7 @@ def run_tasks(
     with quiet(), kept_random_state():
         loaded = load_tasks(tasks, include_path)
         model, tokenizer = _resolve(model, tokenizer)
-        results = _evaluate(model, tokenizer, loaded, limit, batch_size, precision)
-    return summarise(results)
+        return _evaluate(model, tokenizer, loaded, limit, batch_size, precision)
 
 
 def _resolve(model: Any, tokenizer: Any | None) -> tuple[Any, Any]:
@@ -82,7 +81,7 @@ def _evaluate(
     batch_size: int,
     precision: str,
 ) -> dict[str, Any]:
-    """lm-eval's results. Its ``simple_evaluate`` would also ask git, pip and the hub about them."""
+    """The summary. lm-eval's ``simple_evaluate`` would also ask git, pip and the hub about it."""
     from lm_eval import evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -104,9 +103,10 @@ def _evaluate(
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
-    return evaluate(
+    results = evaluate(
         lm=wrapped, task_dict=tasks, limit=limit, bootstrap_iters=BOOTSTRAP_ROUNDS, log_samples=True
     )
+    return summarise(results, by_size_of(tasks["groups"]))
 
 
 @contextlib.contextmanager

@@ -62,6 +62,19 @@ def _find(
     return names, files, manager, folders
 
 
+def folders_and_files(
+    tasks: Sequence[str], include_path: str | Path | None
+) -> tuple[list[Path], list[Path]]:
+    """The user's own folders of tasks, and task files.
+
+    Raises:
+        UserError: one of them is not there.
+    """
+    folders = [_folder(include_path)] if include_path else []
+    _, files = _sort_out(tasks, folders)
+    return folders, files
+
+
 def _sort_out(tasks: Sequence[str], folders: list[Path]) -> tuple[list[str], list[Path]]:
     """Names, and files that the user points at; folders are added to ``folders``."""
     names: list[str] = []
@@ -96,7 +109,7 @@ def _yaml_files(folder: Path) -> list[Path]:
 
 def _names_in(folder: Path) -> list[str]:
     """The groups of a folder, and its tasks that are in none of them."""
-    configs = [config for path in _yaml_files(folder) if (config := _read(path))]
+    configs = [config for path in _yaml_files(folder) if (config := read_task(path))]
     groups = [config for config in configs if "group" in config]
     grouped = {_member(member) for config in groups for member in _listed(config.get("task"))}
     names = [config["group"] for config in groups if config["group"] not in grouped]
@@ -112,7 +125,7 @@ def _member(member: Any) -> Any:
     return member.get("task", member.get("group")) if isinstance(member, dict) else member
 
 
-def _read(path: Path, *, functions: bool = False) -> dict[str, Any] | None:
+def read_task(path: Path, *, functions: bool = False) -> dict[str, Any] | None:
     """A task file with its includes merged, or None when it is none."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -123,7 +136,7 @@ def _read(path: Path, *, functions: bool = False) -> dict[str, Any] | None:
 
 
 def _is_task(path: Path) -> bool:
-    config = _read(path)
+    config = read_task(path)
     return config is not None and "group" not in config and "class" not in config
 
 
@@ -164,21 +177,22 @@ def _load(manager: Any, spec: str | Path) -> list[Any]:
 
 def _with_absolute_data(path: Path) -> dict[str, Any] | str:
     """A user's task with its data files found beside it, where they are not found from here."""
-    config = _read(path, functions=True)
+    config = read_task(path, functions=True)
     if config is None or "task" not in config or "group" in config:
         return str(path)
     kwargs = config.get("dataset_kwargs") or {}
     if "data_files" in kwargs:
-        kwargs = kwargs | {"data_files": _absolute(kwargs["data_files"], path.resolve().parent)}
+        kwargs = kwargs | {"data_files": absolute_data(kwargs["data_files"], path.resolve().parent)}
         config["dataset_kwargs"] = kwargs
     return config
 
 
-def _absolute(files: Any, folder: Path) -> Any:
+def absolute_data(files: Any, folder: Path) -> Any:
+    """A task's ``data_files``, those that are found beside it alone with their whole path."""
     if isinstance(files, dict):
-        return {split: _absolute(value, folder) for split, value in files.items()}
+        return {split: absolute_data(value, folder) for split, value in files.items()}
     if isinstance(files, list):
-        return [_absolute(value, folder) for value in files]
+        return [absolute_data(value, folder) for value in files]
     beside = folder / str(files)
     return str(beside) if not Path(files).exists() and beside.exists() else files
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,19 @@ import numpy as np
 from ltconvert.distill.evaluation.statistics import recovery
 
 GUESSED = ("acc", "acc_norm", "acc_bytes")  # metrics whose value under guessing is 1 / choices
-NEVER_GUESSED = ("exact_match", "em", "f1")  # metrics in [0, 1] that guessing leaves at 0
+NEVER_GUESSED = ("exact_match", "em", "f1")  # metrics of free text that guessing leaves at 0
 
 Scores = dict[str, Any]
 
 
-def summarise(results: dict[str, Any]) -> Scores:
-    """lm-eval's results in the form of ``ltconvert.distill.evaluation.lm_eval.run_tasks``."""
-    guesses = {name: _guess(name, results) for name in results["configs"]}
+def summarise(
+    results: dict[str, Any], by_size: Mapping[str, Mapping[str, bool]] | None = None
+) -> Scores:
+    """lm-eval's results in the form of ``ltconvert.distill.evaluation.lm_eval.run_tasks``.
+
+    Args:
+        by_size: ``{group: {metric: whether tasks count by their documents}}``, see ``by_size_of``.
+    """
     counts = {name: len(_documents(results, name)) for name in results["configs"]}
     members = {
         k: children for k, children in (results.get("group_subtasks") or {}).items() if children
@@ -24,21 +30,33 @@ def summarise(results: dict[str, Any]) -> Scores:
     found = {}
     for name, values in results["results"].items():
         leaves = _leaves(name, members)
-        guess = [g for leaf in leaves if (g := guesses.get(leaf)) is not None]
+        weighted = (by_size or {}).get(name) or {}
         higher = (results.get("higher_is_better") or {}).get(name) or {}
-        metrics = {
-            metric: {
+        metrics = {}
+        for metric, (value, stderr) in _metrics(values).items():
+            plain = metric.split(",")[0]
+            measured = [
+                leaf for leaf in leaves if metric in _metrics(results["results"].get(leaf, {}))
+            ]
+            sizes = [counts.get(leaf, 0) if weighted.get(plain) else 1 for leaf in measured]
+            metrics[metric] = {
                 "value": value,
                 "stderr": stderr,
-                "higher_is_better": higher.get(metric.split(",")[0]),
-                "random": _random(metric.split(",")[0], guess),
+                "higher_is_better": higher.get(plain),
+                "random": _mean([_guess(plain, leaf, results) for leaf in measured], sizes),
             }
-            for metric, (value, stderr) in _metrics(values).items()
-        }
         if metrics:
             samples = sum(counts.get(leaf, 0) for leaf in leaves)
             found[name] = {"metrics": metrics, "samples": samples, "group": name in members}
     return found
+
+
+def by_size_of(groups: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
+    """``by_size`` of lm-eval's groups: its results do not tell how their means were taken."""
+    return {
+        name: {each.metric: bool(each.weight_by_size) for each in group.aggregate_metric_list or []}
+        for name, group in groups.items()
+    }
 
 
 def compare(teacher: Scores | None, student: Scores) -> list[dict[str, Any]]:
@@ -104,23 +122,28 @@ def _documents(results: dict[str, Any], task: str) -> list[dict[str, Any]]:
     return list({sample["doc_id"]: sample for sample in samples}.values())
 
 
-def _guess(task: str, results: dict[str, Any]) -> float | None:
-    """Expected accuracy of guessing: mean of 1 / choices, or 0 where an answer is free text."""
+def _guess(metric: str, task: str, results: dict[str, Any]) -> float | None:
+    """What guessing reaches: mean of 1 / choices, 0 where an answer is free text, None: unknown."""
     config = results["configs"][task]
     kind = config.get("output_type")
+    if metric == "exact_match" or (metric in NEVER_GUESSED and kind != "multiple_choice"):
+        return 0.0
+    if metric not in GUESSED:
+        return None
     if kind in ("loglikelihood", "generate_until"):
         return 0.0
     documents = _documents(results, task)
     if kind != "multiple_choice" or not documents:
         return None
-    metrics = {metric.get("metric") for metric in config.get("metric_list") or [{}]}
+    metrics = {each.get("metric") for each in config.get("metric_list") or [{}]}
     # acc_mutual_info scores every choice a second time, without the context.
     repeats = 2 if "acc_mutual_info" in metrics else 1
     return float(np.mean([repeats / len(sample["resps"]) for sample in documents]))
 
 
-def _random(metric: str, guesses: list[float]) -> float | None:
-    """What guessing reaches in a metric of a task, or of a group of tasks."""
-    if metric in GUESSED and guesses:
-        return float(np.mean(guesses))
-    return 0.0 if metric in NEVER_GUESSED else None
+def _mean(guesses: list[float | None], sizes: list[int]) -> float | None:
+    """The mean of a task, or of a group's tasks as the group takes it; None where one is."""
+    known = [guess for guess in guesses if guess is not None]
+    if not known or len(known) < len(guesses) or not sum(sizes):
+        return None
+    return float(np.average(known, weights=sizes))

@@ -125,13 +125,13 @@ def decode(run: RunFolder) -> Section:
     speed = {who: points for who, points in (run.part("decode") or {}).items() if points}
     if not speed:
         return section
-    contexts = [point["context"] for point in next(iter(speed.values()))]
+    by_context = [{point["context"]: point for point in points} for points in speed.values()]
     rows = []
-    for index, context in enumerate(contexts):
-        cells = [points[index] for points in speed.values() if index < len(points)]
+    for context in sorted(set().union(*by_context)):  # the models' limits may differ
+        cells = [points.get(context, {}) for points in by_context]
         rows.append([count(context)])
-        rows[-1] += [f"{cell['ms_per_token']:.1f}" for cell in cells]
-        rows[-1] += [size(cell["cache_bytes"]) for cell in cells]
+        rows[-1] += [number(cell.get("ms_per_token"), digits=1) for cell in cells]
+        rows[-1] += [size(cell["cache_bytes"]) if cell else "-" for cell in cells]
     headers = ["context"]
     headers += [f"{who}, ms a token" for who in speed] + [f"{who}, cache" for who in speed]
     caption = "Batch 1, median step of this machine; other work on it shows."
@@ -168,7 +168,7 @@ def _loops_row(who: str, row: dict[str, Any]) -> list[str]:
         "-" if threshold is None else f"{threshold:g}",
         number(row["kl"], row["kl_stderr"], 4),
         percent(row["agreement"], row["agreement_stderr"]),
-        f"{row['ppl']:.2f} ({row['plain_ppl']:.2f})",
+        f"{number(row['ppl'], digits=2)} ({number(row['plain_ppl'], digits=2)})",
         f"{row['loops']:.2f}",
         f"{size(row['cache_bytes'])} ({size(row['plain_cache_bytes'])})",
     ]

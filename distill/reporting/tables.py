@@ -44,19 +44,28 @@ class Section:
 
 
 def number(value: float | None, stderr: float | None = None, digits: int = 3) -> str:
-    """``0.123 ± 0.004``; a dash where there is no value."""
+    """``0.123 ± 0.004``; a dash where there is no value, ``nan`` of a model that makes none."""
     if value is None or not math.isfinite(value):
         return "-" if value is None else str(value)
-    shown = f"{value:z.{digits}f}"
-    return shown if stderr is None else f"{shown} ± {stderr:.{digits}f}"
+    return _fixed(value, digits) + _error(stderr, digits)
 
 
 def percent(value: float | None, stderr: float | None = None) -> str:
     """``87.5 % ± 1.2``; a dash where there is no value."""
-    if value is None:
-        return "-"
-    error = "" if stderr is None else f" ± {100 * stderr:.1f}"
-    return f"{100 * value:.1f} %{error}"
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else str(value)
+    return f"{_fixed(100 * value, 1)} %" + _error(None if stderr is None else 100 * stderr, 1)
+
+
+def _error(stderr: float | None, digits: int) -> str:
+    if stderr is None or not math.isfinite(stderr):
+        return ""
+    return f" ± {_fixed(stderr, digits)}"
+
+
+def _fixed(value: float, digits: int) -> str:
+    """A perplexity of a student that has lost all it knew may have hundreds of digits."""
+    return f"{value:z.{digits}f}" if abs(value) < 1e9 else f"{value:.3g}"
 
 
 def count(value: float | None) -> str:

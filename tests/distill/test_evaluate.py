@@ -129,6 +129,20 @@ def test_all_parts_are_measured_and_kept(
     assert measured == [*PARTS, *reading]
 
 
+def test_the_same_weights_in_other_layers_are_measured_again(
+    case: Path, teacher: Teacher, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    found = []
+    for window in (4, 2, 2):
+        mixers = ["window", "full", "window"]
+        student = tiny_model(tiny_spec(), mixers, seed=1, window_tokens=window)
+        scores = measure(
+            case, tmp_path, teacher, student, tokenizer=tiny_tokenizer, parts=["heldout"]
+        )
+        found.append((scores["models"]["student"]["digest"], scores["parts"]["heldout"]["kl"]))
+    assert found[0][0] == found[1][0] and found[0][1] != found[1][1] == found[2][1]
+
+
 def test_a_crash_keeps_the_parts_before_it(
     case: Path, teacher: Teacher, student: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -36,6 +36,15 @@ def test_a_model_agrees_with_itself(tiny_tokenizer: Any) -> None:
     assert all(e["teacher"] == e["student"] != "" for e in found["examples"])
 
 
+def test_a_penalty_of_the_models_own_settings_is_left_out(tiny_tokenizer: Any) -> None:
+    teacher = tiny_model(tiny_spec())
+    settings = teacher.generation_config
+    settings.repetition_penalty, settings.max_length = 1.7, 5
+    found = generation_agreement(teacher, teacher, tiny_tokenizer, tokens(3, 9), 12)
+    assert found["followed_share"] == 1.0 and found["common_prefix"] == 12
+    assert teacher.generation_config is settings
+
+
 @torch.inference_mode()
 def test_disagreement_is_counted_token_by_token(tiny_tokenizer: Any) -> None:
     spec = tiny_spec()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import random
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from helpers import tiny_model, tiny_spec
 from ltconvert.distill.evaluation.lm_eval import run_tasks
 from ltconvert.distill.evaluation.offline_tasks import FOLDER, GROUP, documents
 from ltconvert.distill.evaluation.offline_tasks.grammar import PHENOMENA
+from ltconvert.distill.evaluation.task_content import own_content
 from ltconvert.distill.evaluation.task_files import check_tasks, load_tasks
 from ltconvert.distill.evaluation.task_scores import compare, summarise
 from ltconvert.errors import UserError
@@ -82,6 +85,13 @@ def test_minimal_pairs_differ_in_form_alone() -> None:
         good, bad = pair["good"].rstrip(".").split(), pair["bad"].rstrip(".").split()
         differing = [words for words in zip(good, bad, strict=True) if words[0] != words[1]]
         assert len(differing) == 1
+
+
+def test_a_model_that_makes_no_numbers_guesses(model: Any, tiny_tokenizer: Any) -> None:
+    damaged = copy.deepcopy(model)
+    damaged.model.embed_tokens.weight.data.fill_(math.nan)
+    found = run_tasks(damaged, tiny_tokenizer, ["ltconvert_minimal_pairs"], limit=10)
+    assert found["ltconvert_minimal_pairs"]["metrics"]["acc"]["value"] == 0.5
 
 
 def test_verbs_agree_with_the_subject_and_not_with_the_nearer_noun() -> None:
@@ -156,6 +166,23 @@ def test_a_users_own_task_finds_its_data_beside_it(
     (scores,) = found.values()
     assert list(found) == [f"own_{how}"] and scores["samples"] == 3
     assert scores["metrics"]["acc"]["random"] == pytest.approx((1 / 2 + 1 / 3 + 1 / 4) / 3)
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "include_path"])
+def test_a_change_of_an_own_task_or_its_data_is_seen(tmp_path: Path, how: str) -> None:
+    path = own_task(tmp_path / "mine", "own")
+    tasks = {"file": [str(path)], "folder": [str(path.parent)], "include_path": ["own"]}[how]
+    include = path.parent if how == "include_path" else None
+    first = own_content(tasks, include)
+    assert first is not None and own_content(tasks, include) == first
+    (path.parent / "notes.txt").write_text("no part of it")
+    assert own_content(tasks, include) == first
+    data = path.parent / "own.jsonl"
+    data.write_text(data.read_text().replace("sat", "lay"))
+    second = own_content(tasks, include)
+    path.write_text(path.read_text() + "num_fewshot: 1\n")
+    assert len({first, second, own_content(tasks, include)}) == 3
+    assert own_content(["ltconvert_offline"], None) is None
 
 
 def test_accuracy_is_that_of_the_likeliest_choice(
@@ -258,6 +285,25 @@ def test_filters_keep_their_names() -> None:
     (name,) = summarise(raw)["t"]["metrics"]
     assert name == "exact_match,strict"
     assert summarise(raw)["t"]["metrics"][name]["random"] == 0.0
+
+
+@pytest.mark.parametrize(("by_size", "expected"), [(True, 0.35), (False, 0.375)])
+def test_a_groups_guess_is_the_mean_that_the_group_takes(by_size: bool, expected: float) -> None:
+    """Four documents with two choices, six with four: by documents (4 / 2 + 6 / 4) / 10."""
+    documents = {"two": (4, 2), "three": (6, 4), "free": (5, 1)}
+    raw: dict[str, Any] = {
+        "results": {"two": {"acc,none": 0.5}, "three": {"acc,none": 0.5}, "free": {"f1,none": 0.1}},
+        "configs": {name: {"output_type": "multiple_choice"} for name in documents},
+        "samples": {
+            name: [{"doc_id": i, "resps": [[0]] * choices} for i in range(count)]
+            for name, (count, choices) in documents.items()
+        },
+        "group_subtasks": {"group": list(documents)},
+    }
+    raw["results"]["group"] = {"acc,none": 0.5}
+    found = summarise(raw, {"group": {"acc": by_size}})
+    assert found["group"]["metrics"]["acc"]["random"] == pytest.approx(expected)
+    assert found["free"]["metrics"]["f1"]["random"] is None  # of choices: not known
 
 
 def test_recovery_takes_guessing_off() -> None:

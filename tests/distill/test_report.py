@@ -286,6 +286,26 @@ def test_one_missing_part_is_named_and_the_rest_stays(run_dir: Path, part: str) 
     assert markdown.count(NOT_RUN) == 1
 
 
+def test_models_of_different_limits_keep_their_columns(run_dir: Path) -> None:
+    whole = evaluation()
+    point = whole["parts"]["decode"]["teacher"][0]
+    longer = point | {"context": 4096, "ms_per_token": 56.7}
+    whole["parts"]["decode"]["student"] = [point | {"ms_per_token": 5.6}, longer]
+    (run_dir / "evaluation.json").write_text(json.dumps(whole))
+    build_report(run_dir)
+    text = (run_dir / "report.md").read_text()
+    assert "| 1,024 | 12.3 | 5.6 | 2.0 MiB | 2.0 MiB |" in text
+    assert "| 4,096 | - | 56.7 | - | 2.0 MiB |" in text
+
+
+def test_half_a_character_in_a_name_costs_no_report(run_dir: Path) -> None:
+    whole = evaluation()
+    whole["models"]["teacher"]["source"] = "/data/caf\udce9"  # a folder that is not UTF-8
+    (run_dir / "evaluation.json").write_text(json.dumps(whole))
+    build_report(run_dir)
+    assert "/data/caf?" in (run_dir / "report.html").read_text(encoding="utf-8")
+
+
 def test_generation_without_prompts_says_why(run_dir: Path) -> None:
     whole = evaluation()
     whole["parts"]["generation"] |= {"prompts": 0, "examples": []}
@@ -359,7 +379,9 @@ def test_a_half_written_metrics_line_is_left_out(run_dir: Path) -> None:
 
 def test_cells() -> None:
     assert number(0.12345, 0.01) == "0.123 ± 0.010" and number(None) == "-"
-    assert number(float("nan")) == "nan"
+    assert number(float("nan"), 0.1) == percent(float("nan"), 0.1) == "nan"
+    assert number(0.5, float("nan"), 1) == "0.5" and percent(0.5, float("inf")) == "50.0 %"
+    assert number(5e21, 3e20, 2) == "5e+21 ± 3e+20" and percent(-1e-9) == "0.0 %"
     assert number(-1e-9, digits=4) == "0.0000" and number(-0.25, digits=1) == "-0.2"
     assert percent(0.5) == "50.0 %" and percent(None) == "-"
     assert size(512) == "512 B" and size(3 * 2**20) == "3.0 MiB"

@@ -51,8 +51,13 @@ def last_word(documents: int = 200, **_: Any) -> DatasetDict:
 
 
 def minimal_pairs(documents: int = 200, **_: Any) -> DatasetDict:
-    """Two sentences that differ in one word, the first one grammatical."""
-    return _made("minimal_pairs", documents, pair)
+    """Two sentences that differ in one word; ``gold`` is the place of the grammatical one.
+
+    It is the first one in every other document: lm-eval takes the first of equal choices, and of
+    those that are no numbers, so that a model without a preference is right in half of them.
+    """
+    made = _made("minimal_pairs", documents, pair)["test"]
+    return DatasetDict(test=made.add_column("gold", [at % 2 for at in range(len(made))]))
 
 
 def last_words(text: str) -> list[Document]:
